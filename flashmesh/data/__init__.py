@@ -1,0 +1,1 @@
+"""Files shipped with the package: the built-in tokenizer and the local configuration."""

@@ -1,0 +1,171 @@
+"""The life of a service process: start, serve, drain, stop, in the same order everywhere.
+
+Start: logs, secrets, safe bind, metrics, gRPC server with health (NOT_SERVING), then the service's own start-up, then
+SERVING. SIGTERM or SIGINT: NOT_SERVING, the service leaves the registry and takes no new work, running calls finish
+within the grace, the rest is cancelled. A second signal ends the process at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health
+from grpc_reflection.v1alpha import reflection
+
+from flashmesh import telemetry
+from flashmesh.config import MeshConfig, ServiceConfig, is_loopback
+from flashmesh.errors import ConfigError, FlashmeshError
+from flashmesh.rpc import SERVER_OPTIONS, Interceptor
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Running:
+    """A service that is up, as its own start-up code sees it.
+
+    Attributes:
+        server: add the servicers here before returning.
+        service_names: full gRPC names, for health and reflection.
+        address: host:port that others reach it by.
+        serving: set when calls are answered.
+        stopping: set when the process has been told to stop.
+    """
+
+    server: grpc.aio.Server
+    address: str
+    service_names: list[str] = field(default_factory=list)
+    serving: asyncio.Event = field(default_factory=asyncio.Event)
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+Start = Callable[[Running], AbstractAsyncContextManager[Callable[[], Awaitable[None]]]]
+"""A service's start-up: adds servicers, yields its drain function, and on exit closes what it opened."""
+
+
+def run(name: str, mesh: MeshConfig, config: ServiceConfig, start: Start) -> None:
+    """Runs a service until it is told to stop.
+
+    Raises:
+        ConfigError: the bind address needs credentials that are not configured.
+    """
+    import uvloop
+
+    telemetry.setup_logging(name, mesh.log_level)
+    uvloop.run(_serve(name, mesh, config, start))
+
+
+def service_main(main: Callable[[Path | None], None]) -> None:
+    """Runs a service module as a program: `--config FILE`, one clear line for every expected error."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--config", type=Path, help="TOML file; see docs/running.md")
+    try:
+        main(parser.parse_args().config)
+    except FlashmeshError as error:
+        sys.exit(f"flashmesh: {error}")
+
+
+async def _serve(name: str, mesh: MeshConfig, config: ServiceConfig, start: Start) -> None:
+    host, _, port = config.bind.rpartition(":")
+    token = mesh.secret()
+    if not is_loopback(host) and not token:
+        raise ConfigError(
+            f"{name}.bind = {config.bind}: off loopback the mesh needs a token (mesh.token_file)"
+        )
+    server = grpc.aio.server(interceptors=[Interceptor(token)], options=SERVER_OPTIONS)
+    bound = server.add_insecure_port(f"{host}:{port}")
+    health_servicer = health.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    running = Running(server, config.advertise or _advertised(host, bound))
+    _stop_on_signals(running.stopping)
+    with _metrics(host, config.metrics_port) as metrics_port:
+        async with start(running) as drain:
+            if is_loopback(host):  # elsewhere the descriptors are nobody's business
+                reflection.enable_server_reflection(
+                    [*running.service_names, reflection.SERVICE_NAME], server
+                )
+            await server.start()
+            await _set_health(health_servicer, running.service_names, serving=True)
+            _write_ports(config.port_file, bound, metrics_port)
+            running.serving.set()
+            log.info("serving", extra={"address": running.address, "metrics_port": metrics_port})
+            await running.stopping.wait()
+            log.info("draining")
+            await _set_health(health_servicer, running.service_names, serving=False)
+            await drain()
+            await server.stop(mesh.drain_grace_s)
+    log.info("stopped")
+
+
+def _advertised(host: str, port: int) -> str:
+    if host in ("0.0.0.0", "[::]", "::", ""):
+        return f"{socket.gethostname()}:{port}"
+    return f"{host}:{port}"
+
+
+def _stop_on_signals(stopping: asyncio.Event) -> None:
+    loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        if stopping.is_set():
+            os._exit(1)
+        stopping.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+
+
+@contextlib.contextmanager
+def _metrics(host: str, port: int):  # noqa: ANN202
+    if port < 0:
+        yield None
+        return
+    server, bound = telemetry.start_metrics(host, port)
+    try:
+        yield bound
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+async def _set_health(
+    servicer: health.HealthServicer, names: Sequence[str], *, serving: bool
+) -> None:
+    status = health_pb2.HealthCheckResponse
+    for name in ("", *names):
+        await servicer.set(name, status.SERVING if serving else status.NOT_SERVING)
+
+
+def _write_ports(path: str, port: int, metrics_port: int | None) -> None:
+    if path:
+        target = Path(path)
+        temporary = target.with_suffix(".tmp")
+        temporary.write_text(json.dumps({"port": port, "metrics_port": metrics_port}))
+        temporary.replace(target)
+
+
+@contextlib.asynccontextmanager
+async def background(*tasks: Awaitable[None]) -> AsyncIterator[None]:
+    """Runs loops beside the body; a loop that dies takes the body with it, and the body's end cancels the loops."""
+    async with asyncio.TaskGroup() as group:
+        running = [group.create_task(task) for task in tasks]  # type: ignore[arg-type]
+        try:
+            yield
+        finally:
+            for task in running:
+                task.cancel()

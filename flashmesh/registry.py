@@ -1,0 +1,234 @@
+"""Who is alive: worker records in Redis, renewed every second, gone after ten.
+
+Absence stops new work only. A restarted worker has a new epoch, and whatever carries the old one is dead. While Redis
+is away readers keep what they knew; when it comes back empty, they wait a little before they believe that everybody
+left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import redis.asyncio
+import redis.asyncio.retry
+import redis.backoff
+import redis.exceptions
+
+from flashmesh.types import ModelInfo
+
+log = logging.getLogger(__name__)
+
+POLL_INTERVAL_S = 0.5
+TRUST_EMPTY_AFTER_S = 5.0
+
+# Only the owner may remove its record: a successor with the same name has another epoch.
+_REMOVE = """
+local record = redis.call('GET', KEYS[1])
+if record and cjson.decode(record)['epoch'] == ARGV[1] then
+  redis.call('DEL', KEYS[1])
+  redis.call('SREM', KEYS[2], ARGV[2])
+end
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerRecord:
+    """What a replica says about itself.
+
+    Attributes:
+        id: its name; a restart keeps it.
+        epoch: 32 hex digits drawn at start.
+        role: router, prefill, decode or kvstore.
+        address: host:port of its gRPC server.
+        model: what it serves; None for router and kvstore.
+        capacity, load: numbers by name, load as of the last renewal.
+    """
+
+    id: str
+    epoch: str
+    role: str
+    address: str
+    model: ModelInfo | None = None
+    capacity: Mapping[str, float] = field(default_factory=dict)
+    load: Mapping[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """Packs the record."""
+        fields = dataclasses.asdict(self)
+        if self.model is not None:
+            fields["model"] |= {
+                "fingerprint": self.model.fingerprint.hex(),
+                "layout_id": self.model.layout_id.hex(),
+            }
+        return json.dumps(fields)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> WorkerRecord:
+        """Unpacks a record; ValueError, KeyError or TypeError where it is not one."""
+        fields: dict[str, Any] = json.loads(text)
+        if model := fields["model"]:
+            model["fingerprint"] = bytes.fromhex(model["fingerprint"])
+            model["layout_id"] = bytes.fromhex(model["layout_id"])
+            fields["model"] = ModelInfo(**model)
+        return cls(**fields)
+
+
+def connect(url: str) -> redis.asyncio.Redis:
+    """Opens a client; no connection is made yet.
+
+    Args:
+        url: redis://, rediss:// or unix://.
+    """
+    retry = redis.asyncio.retry.Retry(redis.backoff.ExponentialBackoff(cap=0.2, base=0.02), 2)
+    return redis.asyncio.Redis.from_url(
+        url, socket_timeout=5.0, socket_connect_timeout=2.0, retry=retry
+    )
+
+
+class Registry:
+    """The records of one mesh.
+
+    Args:
+        client: from `connect`.
+        mesh: the mesh's name; all its keys share one cluster slot.
+    """
+
+    def __init__(self, client: redis.asyncio.Redis, mesh: str) -> None:
+        self._client = client
+        self._prefix = f"{{flashmesh:{mesh}}}"
+        self._ids = f"{self._prefix}:workers"
+
+    async def heartbeat(self, record: WorkerRecord, ttl_s: float) -> None:
+        """Writes a record that lives for `ttl_s`."""
+        async with self._client.pipeline(transaction=False) as pipe:
+            pipe.set(self._key(record.id), record.to_json(), px=int(ttl_s * 1000))
+            pipe.sadd(self._ids, record.id)
+            await pipe.execute()
+
+    async def remove(self, record: WorkerRecord) -> None:
+        """Takes a record out, unless a successor has replaced it."""
+        await self._client.eval(
+            _REMOVE, 2, self._key(record.id), self._ids, record.epoch, record.id
+        )
+
+    async def list(self) -> list[WorkerRecord]:
+        """Returns the records that live, ordered by id; two round trips."""
+        ids = sorted(await self._client.smembers(self._ids))
+        if not ids:
+            return []
+        values = await self._client.mget([self._key(item.decode()) for item in ids])
+        expired = [item for item, value in zip(ids, values, strict=True) if value is None]
+        if expired:
+            await self._client.srem(self._ids, *expired)
+        return [WorkerRecord.from_json(value) for value in values if value is not None]
+
+    def _key(self, worker_id: str) -> str:
+        return f"{self._prefix}:worker:{worker_id}"
+
+
+class Heartbeat:
+    """Keeps one record alive.
+
+    Args:
+        registry: where.
+        record: without load.
+        load: called before every renewal.
+        interval_s, ttl_s: how often, and how long a record outlives its last renewal.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        record: WorkerRecord,
+        load: Callable[[], Mapping[str, float]],
+        *,
+        interval_s: float,
+        ttl_s: float,
+    ) -> None:
+        self.record = record
+        self._registry = registry
+        self._load = load
+        self._interval_s = interval_s
+        self._ttl_s = ttl_s
+        self._left = False
+
+    async def run(self) -> None:
+        """Renews until cancelled or left; an outage of Redis is logged once and outlived."""
+        down = False
+        while not self._left:
+            record = dataclasses.replace(self.record, load=dict(self._load()))
+            try:
+                await self._registry.heartbeat(record, self._ttl_s)
+                down = False
+            except (redis.exceptions.RedisError, OSError) as error:
+                if not down:
+                    log.warning("registry unreachable", extra={"error": str(error)})
+                down = True
+            await asyncio.sleep(self._interval_s)
+
+    async def leave(self) -> None:
+        """Stops renewing and takes the record out."""
+        self._left = True
+        try:
+            await self._registry.remove(self.record)
+        except (redis.exceptions.RedisError, OSError) as error:
+            log.warning("left without telling the registry", extra={"error": str(error)})
+
+
+class RegistryView:
+    """The registry as a router or node last saw it.
+
+    Args:
+        registry: what is polled.
+        clock: seconds, for tests.
+    """
+
+    def __init__(self, registry: Registry, clock: Callable[[], float] = time.monotonic) -> None:
+        self._registry = registry
+        self._clock = clock
+        self._workers: list[WorkerRecord] = []
+        self._back_since: float | None = None
+        self._changed = asyncio.Condition()
+
+    def workers(self, role: str) -> list[WorkerRecord]:
+        """Returns the workers of a role, ordered by id."""
+        return [worker for worker in self._workers if worker.role == role]
+
+    async def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Waits until a poll makes the condition true."""
+        async with self._changed:
+            await self._changed.wait_for(condition)
+
+    async def run(self) -> None:
+        """Polls until cancelled."""
+        while True:
+            await self.poll()
+            await asyncio.sleep(POLL_INTERVAL_S)
+
+    async def poll(self) -> None:
+        """Reads once."""
+        try:
+            workers = await self._registry.list()
+        except (redis.exceptions.RedisError, OSError, ValueError, KeyError, TypeError) as error:
+            if self._back_since is not None or not self._workers:
+                log.warning("registry unreachable", extra={"error": str(error)})
+            self._back_since = None
+            return
+        now = self._clock()
+        if self._back_since is None:
+            self._back_since = now
+        if now - self._back_since < TRUST_EMPTY_AFTER_S:
+            # Redis may have come back empty, and everybody is about to register again.
+            seen = {worker.id for worker in workers}
+            workers += [worker for worker in self._workers if worker.id not in seen]
+            workers.sort(key=lambda worker: worker.id)
+        async with self._changed:
+            self._workers = workers
+            self._changed.notify_all()

@@ -1,0 +1,1 @@
+"""Stubs generated from protos/flashmesh/v1 by `make protos`; never edited by hand."""

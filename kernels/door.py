@@ -1,0 +1,135 @@
+"""The door between services and a runtime: what an engine takes and what it gives back.
+
+Two implementations stand behind it: `flashmesh.kernels.engine` (the model) and `flashmesh.kernels.simulated` (no
+tensors, wrong blocks give wrong tokens). Calls block; a service makes them on one dedicated thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from flashmesh.types import ModelInfo, SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionPlan:
+    """Which rows a session runs, and how far each half of the model sees.
+
+    Attributes:
+        first_pos: position of the first row; the windows are empty before it.
+        global_start: global rows of [0, global_start) are imported as blocks and never written here; rows at or
+            after it write theirs. A multiple of the block size.
+        decoder_start: rows at or after it run all layers and see no decoder window row before it; None means that
+            no row does (a prefill), so the session can give no logits.
+        max_tokens: pages are held for positions [0, max_tokens).
+    """
+
+    first_pos: int
+    global_start: int
+    decoder_start: int | None
+    max_tokens: int
+
+
+class Session(Protocol):
+    """One sequence inside an engine: its pages, its window slot, its position."""
+
+    plan: SessionPlan
+
+    @property
+    def num_tokens(self) -> int:
+        """Position of the next row (starts at `plan.first_pos`)."""
+
+    def import_block(self, index: int, payload: bytes | memoryview) -> None:
+        """Copies a stored block's global rows into this session's pages.
+
+        Raises:
+            CorruptBlock: the payload has the wrong size.
+        """
+
+    def export_block(self, index: int) -> bytes:
+        """Returns a copy of a block's payload; all its rows must have been run or imported."""
+
+    def close(self) -> None:
+        """Gives pages and slot back; a second call does nothing."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class RowRun:
+    """Consecutive rows of one session in a step.
+
+    Attributes:
+        session: whose rows.
+        tokens: ids at positions [session.num_tokens, session.num_tokens + len(tokens)).
+        num_logits: the last so many rows give logits and, with `sampling`, a token each.
+        sampling: how to draw; None draws nothing.
+        keep_logits: return the logits too (tests and tools; services never ask).
+    """
+
+    session: Session
+    tokens: Sequence[int]
+    num_logits: int = 0
+    sampling: SamplingParams | None = None
+    keep_logits: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class RunResult:
+    """What a row run gave, one entry for each logits row.
+
+    Attributes:
+        tokens: the drawn token for position p + 1, p being the row's position.
+        logprobs: natural log of the raw model probability of that token.
+        logits: fp32 tensor `[num_logits, vocab]` when asked for, else None.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    logits: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Pages (one holds the global rows of a block) and slots (one holds a session's windows)."""
+
+    num_pages: int
+    num_free_pages: int
+    num_slots: int
+    num_free_slots: int
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is held by any session."""
+        return self.num_free_pages == self.num_pages and self.num_free_slots == self.num_slots
+
+
+class Engine(Protocol):
+    """A loaded model."""
+
+    info: ModelInfo
+
+    def open(self, plan: SessionPlan, prefix_tokens: Sequence[int]) -> Session:
+        """Opens a session.
+
+        Args:
+            plan: which rows it will run.
+            prefix_tokens: ids of [0, plan.first_pos); n-gram look-back reads the last of them.
+
+        Raises:
+            NoFreeBlocks: pages or slots are used up.
+            Incompatible: this engine was loaded without the half of the model that the plan needs.
+        """
+
+    def step(self, batch: Sequence[RowRun]) -> list[RunResult]:
+        """Runs rows of any sessions together; results do not depend on which rows share the step."""
+
+    def stats(self) -> EngineStats:
+        """Counts pages and slots."""

@@ -1,0 +1,68 @@
+"""Generation in one process, without services: the same rows that the mesh runs, so the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from flashmesh.kernels.door import Engine
+from flashmesh.kernels.sequence import DecodeSequence, PrefillSequence, Progress
+from flashmesh.replay import plan_replay
+from flashmesh.types import FinishReason, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedToken:
+    """One emitted token."""
+
+    token: int
+    logprob: float
+
+
+def generate_offline(
+    engine: Engine,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    *,
+    replay_tokens: int = 140,
+    chunk_tokens: int = 1024,
+) -> Iterator[GeneratedToken | FinishReason]:
+    """Yields tokens as they are drawn, then the reason why they ended.
+
+    Args:
+        engine: loaded with both halves of the model.
+        prompt: token ids, at least one.
+        params: how to draw and when to stop.
+        replay_tokens: the replay rule's parameter; the mesh must use the same for equal tokens.
+        chunk_tokens: most rows in a step.
+
+    Raises:
+        InvalidRequest: the prompt is empty, too long, or has ids that the model does not know.
+    """
+    plan = plan_replay(len(prompt), window=engine.info.window, replay_tokens=replay_tokens)
+    payloads: list[bytes] = []
+    if plan.num_stored_blocks:
+        for progress in _advance(
+            PrefillSequence(engine, prompt[: plan.start], hit=0, payloads=()), engine, chunk_tokens
+        ):
+            payloads += [payload for _, payload in progress.blocks]
+    sequence = DecodeSequence(engine, prompt, params, plan, payloads=payloads)
+    for progress in _advance(sequence, engine, chunk_tokens):
+        yield from map(GeneratedToken, progress.tokens, progress.logprobs)
+        if progress.finish_reason is not None:
+            yield progress.finish_reason
+
+
+def _advance(
+    sequence: PrefillSequence | DecodeSequence, engine: Engine, chunk_tokens: int
+) -> Iterator[Progress]:
+    sequence.open()
+    try:
+        done = False
+        while not done:
+            (result,) = engine.step([sequence.rows(chunk_tokens)])
+            progress = sequence.commit(result)
+            done = progress.done
+            yield progress
+    finally:
+        sequence.close()

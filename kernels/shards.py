@@ -1,0 +1,223 @@
+"""Safetensors files of a checkpoint: which there are, whether they are whole, and bytes out of them.
+
+Only headers are read until somebody asks for a tensor, so a broken download is refused in
+milliseconds and before any memory is taken. Nothing here knows the model; `weights` does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from flashmesh.errors import CheckpointError
+from flashmesh.kernels.config import ModelConfig
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+WHOLE_FILE_BYTES = 64 << 20
+"""Files up to this size are hashed, and tables up to it scanned for NaN, in full."""
+
+_SAMPLE_BYTES = 64 << 10
+_NUM_SAMPLES = WHOLE_FILE_BYTES // _SAMPLE_BYTES
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16,
+    "I32": torch.int32, "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F32": torch.float32, "F64": torch.float64, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+}  # fmt: skip
+
+
+class Entry(NamedTuple):
+    """One tensor of a shard; its bytes are [start, stop) of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One whole safetensors file.
+
+    Attributes:
+        path: of the file.
+        size_bytes: of the file.
+        header: the raw JSON bytes.
+        entries: by the names in the file.
+    """
+
+    path: Path
+    size_bytes: int
+    header: bytes
+    entries: Mapping[str, Entry]
+
+    def bytes_of(self, name: str) -> NDArray[np.uint8]:
+        """Maps a tensor's bytes read-only; pages are read when touched."""
+        entry = self.entries[name]
+        if entry.start == entry.stop:
+            return np.empty(0, dtype=np.uint8)  # an empty range cannot be mapped
+        try:
+            mapped = np.memmap(
+                self.path, np.uint8, "r", offset=entry.start, shape=(entry.stop - entry.start,)
+            )
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{self.path.name}: {name}: {error}") from error
+        return mapped.view(np.ndarray)
+
+    def read(self, name: str) -> torch.Tensor:
+        """Copies a tensor out of the file, in its stored dtype and shape."""
+        entry = self.entries[name]
+        raw = torch.from_numpy(self.bytes_of(name).copy())
+        return raw.view(_DTYPES[entry.dtype]).view(entry.shape)
+
+    def read_rows(self, name: str, rows: NDArray[np.int64]) -> torch.Tensor:
+        """Copies `[n]` rows of a 2-D tensor out of the file, in its stored dtype."""
+        entry = self.entries[name]
+        table = self.bytes_of(name).reshape(entry.shape[0], -1)
+        return torch.from_numpy(table[rows]).view(_DTYPES[entry.dtype])
+
+
+def open_shards(folder: Path) -> list[Shard]:
+    """Reads the headers of all shards of a checkpoint, in name order.
+
+    Raises:
+        CheckpointError: a file is missing, truncated or no safetensors file, or the index names a
+            tensor that its shard lacks.
+    """
+    index_path = folder / INDEX_FILE
+    if not index_path.is_file():
+        return [_open_shard(folder / SINGLE_FILE)]
+    weight_map = _read_index(index_path)
+    shards = [_open_shard(folder / file) for file in sorted(set(weight_map.values()))]
+    entries = {shard.path.name: shard.entries for shard in shards}
+    for name, file in weight_map.items():
+        if name not in entries[file]:
+            raise CheckpointError(f"{file}: {name} is missing, {INDEX_FILE} says it is there")
+    return shards
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(path.read_bytes())["weight_map"]
+        pairs = {str(name): str(file) for name, file in weight_map.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: no usable weight_map ({error!r})") from error
+    for name, file in pairs.items():
+        if Path(file).name != file:  # an index must not reach out of its folder
+            raise CheckpointError(f"{path}: {name} lies in {file!r}, which is no plain file name")
+    if not pairs:
+        raise CheckpointError(f"{path}: weight_map is empty")
+    return pairs
+
+
+def _open_shard(path: Path) -> Shard:
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            header = _read_header(path.name, file.read(8), size, file.read)
+    except OSError as error:
+        raise CheckpointError(f"shard {path} cannot be read: {error.strerror}") from error
+    return Shard(path, size, header, _parse_header(path.name, header, size))
+
+
+def _read_header(file_name: str, prefix: bytes, size: int, read: Any) -> bytes:
+    if len(prefix) < 8:
+        raise CheckpointError(f"{file_name}: truncated, expected at least 8 bytes, found {size}")
+    (length,) = struct.unpack("<Q", prefix)
+    if length > min(size - 8, _MAX_HEADER_BYTES):
+        raise CheckpointError(
+            f"{file_name}: truncated or no safetensors file: expected a header of {length} bytes, "
+            f"found {size - 8} bytes in all"
+        )
+    header: bytes = read(length)
+    return header
+
+
+def _parse_header(file_name: str, header: bytes, size: int) -> dict[str, Entry]:
+    """Checks that tensors fill the file without holes, and that each has the bytes it declares."""
+    data_start = 8 + len(header)
+    try:
+        raw = json.loads(header)
+        raw.pop("__metadata__", None)
+        entries = {name: _entry(value, data_start) for name, value in raw.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{file_name}: the header is garbage ({error!r})") from error
+    expected_start = data_start
+    for name, entry in sorted(entries.items(), key=lambda item: item[1][2:]):
+        num_bytes = _num_bytes(entry)
+        if entry.start != expected_start or entry.stop - entry.start != num_bytes:
+            raise CheckpointError(
+                f"{file_name}: {name}: expected {num_bytes} bytes at {expected_start}, "
+                f"found [{entry.start}, {entry.stop})"
+            )
+        expected_start = entry.stop
+    if expected_start != size:
+        raise CheckpointError(
+            f"{file_name}: truncated or overlong: expected {expected_start} bytes, found {size}"
+        )
+    return entries
+
+
+def _entry(raw: Mapping[str, Any], data_start: int) -> Entry:
+    start, stop = raw["data_offsets"]
+    shape = tuple(raw["shape"])
+    if not all(type(number) is int and number >= 0 for number in (start, stop, *shape)):
+        raise ValueError("offsets and shapes must be whole numbers")
+    if raw["dtype"] not in _DTYPES:
+        raise ValueError(f"unknown dtype {raw['dtype']}")
+    return Entry(raw["dtype"], shape, data_start + start, data_start + stop)
+
+
+def _num_bytes(entry: Entry) -> int:
+    num_bytes = _DTYPES[entry.dtype].itemsize
+    for size in entry.shape:
+        num_bytes *= size
+    return num_bytes
+
+
+def fingerprint(config: ModelConfig, shards: Sequence[Shard], tokenizer: Path) -> bytes:
+    """Hashes everything that a KV row depends on: 32 bytes, the same for every role.
+
+    Args:
+        config: hashed in canonical form, so spelling and order of its file do not matter.
+        shards: in name order; large files count by header, size and evenly spaced samples.
+        tokenizer: hashed where it exists, since Engram derives its token map from it.
+    """
+    digest = hashlib.sha256()
+    canonical = json.dumps(dataclasses.asdict(config), sort_keys=True, separators=(",", ":"))
+    _update(digest, canonical.encode())
+    _update(digest, tokenizer.read_bytes() if tokenizer.is_file() else b"")
+    for shard in shards:
+        _update(digest, shard.path.name.encode())
+        _update(digest, shard.header)
+        digest.update(struct.pack("<Q", shard.size_bytes))
+        for sample in _samples(shard):
+            digest.update(sample)
+    return digest.digest()
+
+
+def _update(digest: Any, part: bytes) -> None:
+    digest.update(struct.pack("<Q", len(part)))  # so that no two part lists read alike
+    digest.update(part)
+
+
+def _samples(shard: Shard) -> Iterator[bytes]:
+    with shard.path.open("rb") as file:
+        if shard.size_bytes <= WHOLE_FILE_BYTES:
+            yield file.read()
+            return
+        for number in range(_NUM_SAMPLES):
+            file.seek(number * (shard.size_bytes - _SAMPLE_BYTES) // (_NUM_SAMPLES - 1))
+            yield file.read(_SAMPLE_BYTES)

@@ -1,0 +1,203 @@
+"""The simulated engine: the door of a real one without tensors, so that a wrong block is a wrong token.
+
+A block's payload is a digest chained over its tokens. The next token is a hash of everything the session knows: the
+payload digests of [0, global_start) *as read back from the imported blocks*, and the tokens it ran itself. A stale,
+foreign, missing or misplaced block therefore changes every later token, and a test that compares tokens sees it. Step
+times follow a small cost model. Tests of services, failures and scale run on this engine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from flashmesh.errors import CorruptBlock, Incompatible, InvalidRequest, NoFreeBlocks
+from flashmesh.hashing import token_bytes
+from flashmesh.kernels.door import EngineStats, RowRun, RunResult, SessionPlan
+from flashmesh.types import BLOCK_TOKENS, ModelInfo, SamplingParams
+
+DIGEST_BYTES = 32
+
+
+class SimulatedSession:
+    """One simulated sequence: digests of whole blocks, and the tokens since the last of them."""
+
+    def __init__(self, engine: SimulatedEngine, plan: SessionPlan, num_pages: int) -> None:
+        self.plan = plan
+        self.num_pages = num_pages
+        self._engine = engine
+        self._position = plan.first_pos
+        self._digests: dict[int, bytes] = {}
+        self._tail: list[int] = []
+        self._history: hashlib._Hash | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Position of the next row."""
+        return self._position
+
+    def import_block(self, index: int, payload: bytes | memoryview) -> None:
+        """Takes the digest of block `index` from its payload."""
+        if len(payload) != self._engine.info.block_bytes:
+            raise CorruptBlock(
+                f"a payload has {len(payload)} bytes, the layout {self._engine.info.block_bytes}"
+            )
+        self._digests[index] = bytes(payload[:DIGEST_BYTES])
+
+    def export_block(self, index: int) -> bytes:
+        """Returns the payload of block `index`."""
+        return self._digests[index].ljust(self._engine.info.block_bytes, b"\0")
+
+    def run(self, run: RowRun) -> RunResult:
+        """Runs rows one by one; each logits row draws the next token from the history."""
+        result = RunResult()
+        first_logits = len(run.tokens) - run.num_logits
+        if self._history is None:
+            self._history = self._imported_history()
+        for row, token in enumerate(run.tokens):
+            self._append(token)
+            if row >= first_logits and run.sampling is not None:
+                result.tokens.append(self._next_token(run.sampling))
+                result.logprobs.append(0.0)
+        return result
+
+    def close(self) -> None:
+        """Gives pages and slot back."""
+        self._engine._release(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _imported_history(self) -> hashlib._Hash:
+        history = hashlib.sha256()
+        for index in range(self.plan.global_start // BLOCK_TOKENS):
+            if index not in self._digests:
+                raise CorruptBlock(f"block {index} was never imported")
+            history.update(self._digests[index])
+        return history
+
+    def _append(self, token: int) -> None:
+        assert self._history is not None
+        if self._position >= self.plan.global_start:
+            self._tail.append(token)
+            if len(self._tail) == BLOCK_TOKENS:
+                index = self._position // BLOCK_TOKENS
+                parent = self._digests.get(index - 1, b"")
+                digest = hashlib.sha256(parent + token_bytes(self._tail)).digest()
+                self._digests[index] = digest
+                self._history.update(digest)
+                self._tail.clear()
+        self._position += 1
+
+    def _next_token(self, params: SamplingParams) -> int:
+        assert self._history is not None
+        history = self._history.copy()
+        history.update(token_bytes(self._tail))
+        if params.temperature > 0:
+            history.update(f"{params.seed}/{params.choice}".encode())
+        number = int.from_bytes(history.digest()[:8], "little")
+        vocab, eos = self._engine.info.vocab_size, self._engine.info.eos_token_id
+        token = number % (vocab - 1)
+        return token + 1 if token >= eos else token  # never the end: tests choose lengths
+
+
+class SimulatedEngine:
+    """An engine without weights.
+
+    Args:
+        name: the served model's name.
+        num_pages, num_slots: what sessions share.
+        step_s, row_s: a step takes `step_s + row_s * rows` of wall time.
+        block_bytes: payload bytes of a block, at least 32.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str = "simulated",
+        num_pages: int = 1024,
+        num_slots: int = 64,
+        step_s: float = 0.0,
+        row_s: float = 0.0,
+        block_bytes: int = 1024,
+        max_context_tokens: int = 1 << 20,
+    ) -> None:
+        self.info = ModelInfo(
+            name=name,
+            fingerprint=hashlib.sha256(b"simulated").digest(),
+            layout_id=hashlib.sha256(f"simulated/{block_bytes}".encode()).digest()[:16],
+            numerics_id="simulated",
+            block_bytes=block_bytes,
+            window=128,
+            vocab_size=4096,
+            max_context_tokens=max_context_tokens,
+            eos_token_id=1,
+        )
+        self.num_steps = 0
+        self._num_pages, self._num_slots = num_pages, num_slots
+        self._step_s, self._row_s = step_s, row_s
+        self._open: set[SimulatedSession] = set()
+
+    def open(self, plan: SessionPlan, prefix_tokens: Sequence[int]) -> SimulatedSession:
+        """Opens a session; see `door.Engine.open`."""
+        if len(prefix_tokens) != plan.first_pos:
+            raise InvalidRequest(
+                f"{len(prefix_tokens)} prefix tokens for first_pos {plan.first_pos}"
+            )
+        if plan.global_start % BLOCK_TOKENS:
+            raise Incompatible(f"global_start {plan.global_start} is inside a block")
+        pages = -(-plan.max_tokens // BLOCK_TOKENS)
+        stats = self.stats()
+        if pages > stats.num_free_pages or not stats.num_free_slots:
+            raise NoFreeBlocks(
+                f"{pages} pages and a slot needed, {stats.num_free_pages} and "
+                f"{stats.num_free_slots} free"
+            )
+        session = SimulatedSession(self, plan, pages)
+        self._open.add(session)
+        return session
+
+    def step(self, batch: Sequence[RowRun]) -> list[RunResult]:
+        """Runs a batch; see `door.Engine.step`."""
+        self.num_steps += 1
+        rows = sum(len(run.tokens) for run in batch)
+        if delay := self._step_s + self._row_s * rows:
+            time.sleep(delay)
+        return [self._run(run) for run in batch]
+
+    def stats(self) -> EngineStats:
+        """Counts pages and slots."""
+        used = sum(session.num_pages for session in self._open)
+        return EngineStats(
+            self._num_pages,
+            self._num_pages - used,
+            self._num_slots,
+            self._num_slots - len(self._open),
+        )
+
+    def _run(self, run: RowRun) -> RunResult:
+        session = run.session
+        assert isinstance(session, SimulatedSession)
+        if session not in self._open:
+            raise InvalidRequest("the session is closed")
+        if session.num_tokens + len(run.tokens) > session.plan.max_tokens:
+            raise InvalidRequest("the run goes past the session's pages")
+        if run.num_logits and session.plan.decoder_start is None:
+            raise Incompatible("a prefill session has no logits")
+        if any(not 0 <= token < self.info.vocab_size for token in run.tokens):
+            raise InvalidRequest("a token id is out of range")
+        return session.run(run)
+
+    def _release(self, session: SimulatedSession) -> None:
+        self._open.discard(session)

@@ -1,0 +1,1 @@
+"""The four services, each a process of its own; they never import each other."""

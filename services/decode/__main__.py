@@ -1,0 +1,76 @@
+"""Wiring of a decode worker: `python -m flashmesh.services.decode --config FILE`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+from flashmesh import config
+from flashmesh.config import MeshConfig, ModelSection
+from flashmesh.errors import ConfigError
+from flashmesh.kernels.load import open_engine
+from flashmesh.kv_client import KvClient
+from flashmesh.lifecycle import Running, background, run, service_main
+from flashmesh.membership import new_record, registered
+from flashmesh.rpc import Channels
+from flashmesh.services.decode.config import DecodeConfig
+from flashmesh.services.decode.publish import Publisher
+from flashmesh.services.decode.service import DecodeServicer
+from flashmesh.stepping import StepLoop, export_stats
+from flashmesh.v1 import decode_pb2_grpc
+
+
+def main(path: Path | None) -> None:
+    """Runs a decode worker until it is told to stop."""
+    sections = config.load(
+        path, {"mesh": MeshConfig, "model": ModelSection, "decode": DecodeConfig}
+    )
+    mesh, model, decode = sections["mesh"], sections["model"], sections["decode"]
+    if decode.step_rows < decode.num_slots:
+        raise ConfigError(
+            f"decode.step_rows = {decode.step_rows}: at least decode.num_slots = {decode.num_slots}, "
+            "or running streams would starve"
+        )
+
+    @contextlib.asynccontextmanager
+    async def start(running: Running) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+        engine = open_engine(
+            model, "decode", num_pages=decode.num_pages, num_slots=decode.num_slots
+        )
+        export_stats(engine.stats)
+        loop = StepLoop(engine.step, max_rows=decode.step_rows, max_waiting=decode.max_requests)
+        publisher = Publisher()
+        channels = Channels(mesh.secret())
+        servicer = DecodeServicer(engine, loop, KvClient(channels), publisher, decode)
+        decode_pb2_grpc.add_DecodeServicer_to_server(servicer, running.server)
+        running.service_names.append("flashmesh.v1.Decode")
+
+        record = new_record(
+            "decode",
+            decode,
+            running,
+            model=engine.info,
+            capacity={"num_slots": decode.num_slots, "max_requests": decode.max_requests},
+        )
+        async with (
+            contextlib.aclosing(channels),
+            background(loop.run(), publisher.run()),
+            registered(
+                mesh,
+                record,
+                running,
+                lambda: {
+                    "num_sequences": servicer.num_requests,
+                    "pending_rows": loop.pending_rows,
+                },
+            ) as leave,
+        ):
+            yield leave
+            await publisher.flush()
+
+    run("decode", mesh, decode, start)
+
+
+if __name__ == "__main__":
+    service_main(main)

@@ -1,0 +1,234 @@
+"""Which blocks this node holds: payload bytes within a bound, leases, and who goes first when it is full.
+
+Plain synchronous state. Every byte is free, leased or evictable, always. A block with a lease is never evicted; of the
+others the one used least recently goes, and using a block counts as using its ancestors after it, so that within a
+run the leaf goes before what it depends on.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from flashmesh.errors import CorruptBlock, NoFreeBlocks, Overloaded
+from flashmesh.hashing import BlockHash
+from flashmesh.objects import StoredObject, verify
+from flashmesh.runs import RUN_BLOCKS
+
+DEFAULT_OBJECT_BYTES = 128 * 1024
+"""What a block that is still to come is taken for, before the first one has arrived."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStats:
+    """Bytes by state, and counts."""
+
+    capacity_bytes: int
+    leased_bytes: int
+    evictable_bytes: int
+    num_blocks: int
+    num_leases: int
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that nothing occupies."""
+        return self.capacity_bytes - self.leased_bytes - self.evictable_bytes
+
+
+@dataclass(slots=True)
+class _Lease:
+    hashes: tuple[BlockHash, ...]
+    deadline: float = field(default=0.0)
+
+
+class BlockTable:
+    """The memory tier.
+
+    Args:
+        capacity_bytes: bound on stored bytes.
+        max_leased_bytes: bound on leased bytes, expected ones included.
+        clock: seconds.
+        on_evict: told every object that is evicted or dropped.
+    """
+
+    def __init__(
+        self,
+        *,
+        capacity_bytes: int,
+        max_leased_bytes: int,
+        clock: Callable[[], float],
+        on_evict: Callable[[StoredObject], None] = lambda item: None,
+    ) -> None:
+        self._capacity_bytes = capacity_bytes
+        self._max_leased_bytes = max_leased_bytes
+        self._clock = clock
+        self._on_evict = on_evict
+        self._objects: dict[BlockHash, StoredObject] = {}
+        self._evictable: OrderedDict[BlockHash, None] = OrderedDict()  # least recently used first
+        self._pins: Counter[BlockHash] = Counter()
+        self._leases: dict[str, _Lease] = {}
+        self._leased_bytes = 0
+        self._evictable_bytes = 0
+        self._num_expected = 0
+        self._object_bytes = DEFAULT_OBJECT_BYTES
+
+    def __contains__(self, hash: object) -> bool:
+        return hash in self._objects
+
+    def __iter__(self) -> Iterator[StoredObject]:
+        return iter(self._objects.values())
+
+    def get(self, hash: BlockHash) -> StoredObject | None:
+        """Returns an object without counting as a use (see `touch`)."""
+        return self._objects.get(hash)
+
+    def touch(self, hashes: Sequence[BlockHash]) -> None:
+        """Counts a use of the blocks of a chain, in chain order."""
+        for hash in reversed(hashes):
+            if hash in self._evictable:
+                self._evictable.move_to_end(hash)
+
+    def put(self, item: StoredObject) -> bool:
+        """Stores a verified object if nobody has; says whether it is new.
+
+        Raises:
+            NoFreeBlocks: everything that would have to go is leased.
+        """
+        if item.hash in self._objects:
+            return False
+        size = len(item.data)
+        self._make_room(size)
+        self._object_bytes = max(size, 1)
+        self._objects[item.hash] = item
+        if self._pins[item.hash]:
+            self._num_expected -= 1
+            self._leased_bytes += size
+        else:
+            del self._pins[item.hash]
+            self._evictable[item.hash] = None
+            self._evictable_bytes += size
+        self._touch_ancestors(item)
+        return True
+
+    def lease(self, lease_id: str, hashes: Iterable[BlockHash], ttl_s: float) -> None:
+        """Keeps blocks, stored or still to come; taking the same lease again replaces it.
+
+        Raises:
+            Overloaded: leases would hold more than they may; nothing has changed then.
+        """
+        wanted = tuple(dict.fromkeys(hashes))
+        self.release([lease_id])
+        fresh = [hash for hash in wanted if not self._pins.get(hash)]
+        stored = sum(len(self._objects[hash].data) for hash in fresh if hash in self._objects)
+        absent = sum(hash not in self._objects for hash in fresh)
+        expected = (self._num_expected + absent) * self._object_bytes
+        if self._leased_bytes + stored + expected > self._max_leased_bytes:
+            raise Overloaded(
+                f"{self._leased_bytes} of at most {self._max_leased_bytes} bytes are leased; "
+                f"{len(fresh)} more blocks do not fit"
+            )
+        for hash in wanted:
+            self._pin(hash)
+        self._leases[lease_id] = _Lease(wanted, self._clock() + ttl_s)
+
+    def renew(self, lease_ids: Iterable[str], ttl_s: float) -> list[str]:
+        """Extends leases; returns those that are not held."""
+        deadline = self._clock() + ttl_s
+        unknown = []
+        for lease_id in lease_ids:
+            if lease := self._leases.get(lease_id):
+                lease.deadline = deadline
+            else:
+                unknown.append(lease_id)
+        return unknown
+
+    def release(self, lease_ids: Iterable[str]) -> None:
+        """Gives leases back; unknown ones are no error."""
+        for lease_id in lease_ids:
+            lease = self._leases.pop(lease_id, None)
+            # Leaf first, so that it is the least recently used.
+            for hash in reversed(lease.hashes) if lease else ():
+                self._unpin(hash)
+
+    def expire(self) -> int:
+        """Releases leases whose time is over; returns how many."""
+        now = self._clock()
+        over = [lease_id for lease_id, lease in self._leases.items() if lease.deadline <= now]
+        self.release(over)
+        return len(over)
+
+    def quarantine(self, hash: BlockHash) -> bool:
+        """Checks a block that a reader found bad and drops it if it is; says whether it did."""
+        item = self._objects.get(hash)
+        if item is None:
+            return False
+        try:
+            verify(item)
+        except CorruptBlock:
+            self._drop(item)
+            return True
+        return False
+
+    def stats(self) -> BlockStats:
+        """Counts bytes, blocks and leases."""
+        return BlockStats(
+            self._capacity_bytes,
+            self._leased_bytes,
+            self._evictable_bytes,
+            len(self._objects),
+            len(self._leases),
+        )
+
+    def _make_room(self, size: int) -> None:
+        leased = self._leased_bytes
+        if leased + size > self._capacity_bytes:
+            raise NoFreeBlocks(
+                f"{size} bytes do not fit beside {leased} leased ones in {self._capacity_bytes}"
+            )
+        while leased + self._evictable_bytes + size > self._capacity_bytes:
+            self._drop(self._objects[next(iter(self._evictable))])
+
+    def _drop(self, item: StoredObject) -> None:
+        del self._objects[item.hash]
+        if item.hash in self._evictable:
+            del self._evictable[item.hash]
+            self._evictable_bytes -= len(item.data)
+        else:  # leased: the lease goes on and waits for a good copy
+            self._leased_bytes -= len(item.data)
+            self._num_expected += 1
+        self._on_evict(item)
+
+    def _touch_ancestors(self, item: StoredObject) -> None:
+        for _ in range(RUN_BLOCKS):
+            if item.hash == item.run:
+                return
+            parent = self._objects.get(BlockHash(item.parent))
+            if parent is None:
+                return
+            if parent.hash in self._evictable:
+                self._evictable.move_to_end(parent.hash)
+            item = parent
+
+    def _pin(self, hash: BlockHash) -> None:
+        self._pins[hash] += 1
+        if self._pins[hash] > 1:
+            return
+        if hash in self._evictable:
+            del self._evictable[hash]
+            self._evictable_bytes -= len(self._objects[hash].data)
+            self._leased_bytes += len(self._objects[hash].data)
+        else:
+            self._num_expected += 1
+
+    def _unpin(self, hash: BlockHash) -> None:
+        self._pins[hash] -= 1
+        if self._pins[hash]:
+            return
+        del self._pins[hash]
+        if hash in self._objects:
+            self._evictable[hash] = None
+            self._leased_bytes -= len(self._objects[hash].data)
+            self._evictable_bytes += len(self._objects[hash].data)
+        else:
+            self._num_expected -= 1

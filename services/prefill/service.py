@@ -1,0 +1,86 @@
+"""The prefill servicer: one request is fetch, step, put, progress.
+
+Life of a request: blocks of [0, hit) are fetched and verified, the sequence joins the step loop, and every block that
+becomes final is put into the store before its progress goes out. When the caller leaves, the sequence goes before the
+next step; what is stored stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import grpc.aio
+import prometheus_client
+
+from flashmesh.errors import InvalidRequest
+from flashmesh.kernels.door import Engine
+from flashmesh.kernels.sequence import PrefillSequence
+from flashmesh.kv_client import KvClient
+from flashmesh.rpc import remaining_s
+from flashmesh.services.prefill.config import PrefillConfig
+from flashmesh.stepping import StepLoop
+from flashmesh.stored_chain import StoredChain
+from flashmesh.types import BLOCK_TOKENS
+from flashmesh.v1 import prefill_pb2, prefill_pb2_grpc
+
+TOKENS = prometheus_client.Counter("flashmesh_prefill_tokens_total", "Prompt tokens computed.")
+BLOCKS = prometheus_client.Counter("flashmesh_prefill_blocks_total", "Blocks put into the store.")
+
+
+class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
+    """Serves `Prefill`."""
+
+    def __init__(
+        self, engine: Engine, loop: StepLoop, client: KvClient, config: PrefillConfig
+    ) -> None:
+        self._engine = engine
+        self._loop = loop
+        self._client = client
+        self._config = config
+
+    async def Prefill(  # noqa: N802
+        self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[prefill_pb2.PrefillProgress]:
+        """Computes and stores the blocks of [hit_tokens, len(token_ids))."""
+        tokens = list(request.token_ids)
+        check_span(request.hit_tokens, len(tokens))
+        chain = StoredChain(self._client, request.chain, self._engine.info.layout_id, tokens)
+        stored = request.hit_tokens // BLOCK_TOKENS
+        hits = await chain.fetch(0, stored, min_wait(self._config.fetch_timeout_s))
+        sequence = PrefillSequence(
+            self._engine,
+            tokens,
+            hit=request.hit_tokens,
+            payloads=[item.payload for item in hits],
+        )
+        yield prefill_pb2.PrefillProgress(stored_blocks=stored)
+        with contextlib.closing(self._loop.submit(sequence)) as ticket:
+            while events := await ticket.next():
+                blocks = [block for event in events for block in event.blocks]
+                if blocks:
+                    await chain.put(blocks)
+                    stored += len(blocks)
+                    TOKENS.inc(len(blocks) * BLOCK_TOKENS)
+                    BLOCKS.inc(len(blocks))
+                    yield prefill_pb2.PrefillProgress(stored_blocks=stored)
+                await asyncio.sleep(0)
+
+
+def check_span(hit_tokens: int, num_tokens: int) -> None:
+    """Refuses what is not a span of whole blocks.
+
+    Raises:
+        InvalidRequest: says what is wrong.
+    """
+    if not num_tokens or num_tokens % BLOCK_TOKENS or hit_tokens % BLOCK_TOKENS:
+        raise InvalidRequest(f"[{hit_tokens}, {num_tokens}) is not a span of whole blocks")
+    if hit_tokens >= num_tokens:
+        raise InvalidRequest(f"nothing to compute: {hit_tokens} of {num_tokens} tokens are stored")
+
+
+def min_wait(limit_s: float) -> float:
+    """Returns the longest wait that both the configuration and the call's deadline allow."""
+    left = remaining_s()
+    return limit_s if left is None else min(limit_s, left)

@@ -1,0 +1,104 @@
+"""The workers that this router may use, and what it has sent to each.
+
+The registry's view says who is alive; load is counted here at dispatch and given back when the call ends, so that a
+burst spreads before any worker has reported it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Set
+
+from flashmesh.errors import Incompatible, InvalidRequest, WorkerLost
+from flashmesh.registry import RegistryView, WorkerRecord
+from flashmesh.services.router.placement import ReplicaView, place
+from flashmesh.types import ModelInfo
+
+_LOAD_KEY = {"prefill": "pending_rows", "decode": "num_sequences"}
+
+
+class Replicas:
+    """Workers by role.
+
+    Args:
+        view: the registry's table.
+        wait_s: how long `wait_model` waits for a worker to register.
+    """
+
+    def __init__(self, view: RegistryView, wait_s: float) -> None:
+        self._view = view
+        self._wait_s = wait_s
+        self._dispatched: Counter[str] = Counter()
+
+    async def wait_model(self, name: str) -> ModelInfo:
+        """Returns the served model, waiting a little for a mesh that is still starting.
+
+        Raises:
+            InvalidRequest: another model is served.
+            WorkerLost: no decode worker or no kvstore node is registered.
+            Incompatible: decode workers disagree about the model's bytes.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._wait_s):
+                await self._view.wait_for(
+                    lambda: bool(self._view.workers("decode") and self._view.workers("kvstore"))
+                )
+        models = [w.model for w in self._view.workers("decode") if w.model is not None]
+        if not models:
+            raise WorkerLost("no decode worker is registered")
+        if name and all(model.name != name for model in models):
+            served = ", ".join(sorted({model.name for model in models}))
+            raise InvalidRequest(f"model {name!r} is not served here; served: {served}")
+        chosen = next(model for model in models if not name or model.name == name)
+        if any(m.name == chosen.name and m.fingerprint != chosen.fingerprint for m in models):
+            raise Incompatible(f"decode workers hold different weights for {chosen.name}")
+        return chosen
+
+    def nodes(self) -> list[WorkerRecord]:
+        """Returns the live kvstore nodes.
+
+        Raises:
+            WorkerLost: there is none.
+        """
+        nodes = self._view.workers("kvstore")
+        if not nodes:
+            raise WorkerLost("no kvstore node is registered")
+        return nodes
+
+    def choose(
+        self, role: str, model: ModelInfo, added: float, avoid: Set[str]
+    ) -> WorkerRecord | None:
+        """Places a request; None where no worker of the role serves the model."""
+        workers = {
+            worker.id: worker
+            for worker in self._view.workers(role)
+            if worker.model is not None
+            and (worker.model.fingerprint, worker.model.layout_id)
+            == (model.fingerprint, model.layout_id)
+        }
+        choice = place(
+            (
+                ReplicaView(
+                    worker.id,
+                    float(worker.load.get(_LOAD_KEY[role], 0)),
+                    self._dispatched[worker.id],
+                    worker.id in avoid,
+                )
+                for worker in workers.values()
+            ),
+            added,
+        )
+        return workers[choice.id] if choice else None
+
+    @contextlib.contextmanager
+    def dispatched(self, worker: WorkerRecord, load: int) -> Iterator[None]:
+        """Counts load against a worker until the block ends."""
+        self._dispatched[worker.id] += load
+        try:
+            yield
+        finally:
+            self._dispatched[worker.id] -= load
+            if not self._dispatched[worker.id]:
+                del self._dispatched[worker.id]

@@ -1,0 +1,105 @@
+"""Workers that die or stop while they serve: the same tokens, or a named error."""
+
+import threading
+
+import pytest
+from support.mesh import start_mesh
+from support.prompts import mesh_answer, offline_tokens, random_prompt
+
+from flashmesh import errors
+from flashmesh.client import prompt_request
+from flashmesh.kernels.simulated import SimulatedEngine
+from flashmesh.types import SamplingParams
+
+PARAMS = SamplingParams(max_tokens=400, temperature=1.0, seed=3)
+
+
+@pytest.fixture
+def mesh(tmp_path):
+    settings = {"model": {"sim_step_ms": 5.0}, "mesh": {"heartbeat_ttl_s": 2.0}}
+    with start_mesh(tmp_path, num_prefill=2, num_decode=2, overrides=settings) as mesh:
+        yield mesh
+
+
+def busy_decode(mesh):
+    (name,) = (
+        name for name in mesh.names("decode") if mesh.metrics(name)["flashmesh_decode_requests"]
+    )
+    return name
+
+
+@pytest.mark.parametrize("how", ["kill", "suspend", "terminate"])
+def test_a_decode_worker_lost_mid_stream_costs_a_pause_not_a_token(tmp_path, how):
+    settings = {
+        "model": {"sim_step_ms": 5.0},
+        "router": {"stall_timeout_s": 2.0},
+        "mesh": {"drain_grace_s": 0.2},
+    }
+    prompt = random_prompt(700, seed=1)
+    with (
+        start_mesh(tmp_path, num_decode=2, overrides=settings) as mesh,
+        mesh.client() as client,
+    ):
+        stream = client.generate(prompt_request(prompt, PARAMS, seed=PARAMS.seed))
+        tokens = list(next(stream).token_ids)
+        getattr(mesh, how)(busy_decode(mesh))
+        for response in stream:
+            tokens += response.token_ids
+        inexact = mesh.metrics("router")["flashmesh_router_failover_inexact_total"]
+    assert tokens == offline_tokens(SimulatedEngine(), prompt, PARAMS)
+    assert inexact == 0
+
+
+def test_a_prefill_worker_that_dies_is_replaced_by_another(tmp_path):
+    settings = {
+        "model": {"sim_step_ms": 50.0},
+        "prefill": {"chunk_tokens": 128},
+        "decode": {"store_generated": False},
+    }
+    prompt = random_prompt(4000, seed=2)
+    params = SamplingParams(max_tokens=3)
+    with (
+        start_mesh(tmp_path, num_prefill=2, overrides=settings) as mesh,
+        mesh.client() as client,
+    ):
+        answers = []
+        thread = threading.Thread(
+            target=lambda: answers.append(mesh_answer(client, prompt, params)[0])
+        )
+        thread.start()
+        from support.waiting import wait_until
+
+        busy = []
+
+        def one_is_busy():
+            busy[:] = [
+                name
+                for name in mesh.names("prefill")
+                if mesh.metrics(name)["flashmesh_prefill_blocks_total"] >= 3
+            ]
+            return bool(busy)
+
+        wait_until(one_is_busy, "a prefill worker has stored three blocks")
+        mesh.kill(busy[0])
+        thread.join()
+        other = next(name for name in mesh.names("prefill") if name != busy[0])
+        stored_by_other = mesh.metrics(other)["flashmesh_prefill_blocks_total"]
+    assert answers == [offline_tokens(SimulatedEngine(), prompt, params)]
+    assert 0 < stored_by_other <= 30 - 3  # it went on from the stored blocks
+
+
+def test_without_prefill_workers_decode_computes_the_prompt_itself(tmp_path):
+    prompt, params = random_prompt(1000, seed=3), SamplingParams(max_tokens=5)
+    with start_mesh(tmp_path, num_prefill=0) as mesh, mesh.client() as client:
+        assert mesh_answer(client, prompt, params)[0] == offline_tokens(
+            SimulatedEngine(), prompt, params
+        )
+        _, usage = mesh_answer(client, prompt, params)
+        assert usage.cached_tokens == 768
+
+
+def test_without_decode_workers_the_error_says_so(tmp_path):
+    settings = {"router": {"worker_wait_s": 0.2}}
+    with start_mesh(tmp_path, num_decode=0, overrides=settings) as mesh, mesh.client() as client:
+        with pytest.raises(errors.WorkerLost, match="no decode worker"):
+            list(client.generate(prompt_request([5], SamplingParams(max_tokens=1), seed=1)))
