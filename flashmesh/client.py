@@ -18,7 +18,7 @@ from flashmesh.rpc import CHANNEL_OPTIONS, TOKEN_KEY
 from flashmesh.v1 import router_pb2, router_pb2_grpc, types_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator, Sequence
+    from collections.abc import Generator, Sequence
 
     from flashmesh.types import SamplingParams
 
@@ -82,7 +82,7 @@ class RouterClient:
 
     def parts(
         self, request: router_pb2.GenerateRequest, *, timeout_s: float | None = None
-    ) -> Iterator[Part]:
+    ) -> Generator[Part]:
         """Streams an answer like `generate`, free of protobuf."""
         with contextlib.closing(self.generate(request, timeout_s=timeout_s)) as messages:
             for message in messages:

@@ -25,7 +25,7 @@ from flashmesh.config import ENV_PREFIX
 from flashmesh.errors import WorkerLost
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
 WORKERS = ("prefill", "decode")
@@ -197,7 +197,7 @@ class Mesh:
         for wave in (workers, others):
             for process in wave:
                 self.start_process(process.name)
-            self.wait_healthy(*(process.name for process in wave), timeout_s=timeout_s)
+            self.wait_healthy([process.name for process in wave], timeout_s=timeout_s)
 
     def start_process(self, name: str) -> None:
         """Starts one process (again) and watches for its end; does not wait for health."""
@@ -205,13 +205,13 @@ class Mesh:
         popen = process.start()
         threading.Thread(target=self._watch, args=(process, popen), daemon=True).start()
 
-    def wait_healthy(self, *names: str, timeout_s: float | None = None) -> None:
-        """Waits until the named processes serve; without names, all of them.
+    def wait_healthy(self, names: Iterable[str], *, timeout_s: float | None = None) -> None:
+        """Waits until the named processes serve.
 
         Raises:
             WorkerLost: one ended, or the time is up.
         """
-        waiting = [self.processes[name] for name in names or self.processes]
+        waiting = [self.processes[name] for name in names]
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while waiting := [process for process in waiting if not process.healthy()]:
             if deadline is not None and time.monotonic() > deadline:

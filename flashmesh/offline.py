@@ -7,7 +7,7 @@ router's tokenizer; it does so when an engine is opened, never at import.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flashmesh import config
 from flashmesh.answers import Part
@@ -15,7 +15,7 @@ from flashmesh.config import ModelSection
 from flashmesh.types import BLOCK_TOKENS, FinishReason, SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator
     from pathlib import Path
 
     from flashmesh.kernels.door import Engine
@@ -49,14 +49,14 @@ class Offline:
         from flashmesh.services.router.text import load_codec
 
         kinds: dict[str, type] = {"model": ModelSection, "router": RouterConfig}
-        sections = config.load(config_path, kinds)
+        sections: dict[str, Any] = config.load(config_path, kinds)
         num_pages = NUM_SLOTS * (max_tokens // BLOCK_TOKENS + 2)
         engine = open_engine(sections["model"], "all", num_pages=num_pages, num_slots=NUM_SLOTS)
         return cls(engine, load_codec(sections["model"]), sections["router"].replay_tokens)
 
     def parts(
         self, prompt: str | list[int], params: SamplingParams, *, chunk_tokens: int = 1024
-    ) -> Iterator[Part]:
+    ) -> Generator[Part]:
         """Streams an answer, a part for each token and a last one with the reason."""
         from flashmesh.kernels.generate import generate_offline
 

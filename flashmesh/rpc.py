@@ -26,6 +26,10 @@ log = logging.getLogger(__name__)
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 REQUEST_ID_KEY = "flashmesh-request-id"
 TOKEN_KEY = "authorization"
+LOGGED_METHODS = tuple(
+    f"/flashmesh.v1.{method}"
+    for method in ("Router/Generate", "Prefill/Prefill", "Decode/Decode")
+)
 OPEN_METHODS = ("/grpc.health.v1.Health/",)
 
 SERVER_OPTIONS: list[tuple[str, int]] = [
@@ -198,5 +202,10 @@ class _Call:
         raise error
 
     def _count(self) -> None:
+        seconds = time.monotonic() - self._started
         RPCS.labels(self._method, self._status.name).inc()
-        RPC_SECONDS.labels(self._method).observe(time.monotonic() - self._started)
+        RPC_SECONDS.labels(self._method).observe(seconds)
+        # One line a request on every hop; the many short calls of health checks and leases are for debugging.
+        level = logging.INFO if self._method in LOGGED_METHODS else logging.DEBUG
+        details = {"method": self._method, "status": self._status.name, "ms": round(seconds * 1e3)}
+        log.log(level, "call ended", extra=details)

@@ -9,13 +9,17 @@ from __future__ import annotations
 import argparse
 import os
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+from typing import TYPE_CHECKING
+
 import deepseek_recipe
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 VOCAB_SIZE = 4096
 PAD = "<｜▁pad▁｜>"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator
+    from collections.abc import Generator
 
     from flashmesh.answers import Part
     from flashmesh.types import SamplingParams
@@ -93,7 +93,7 @@ def sampling(args: argparse.Namespace) -> SamplingParams:
 
 def remote(
     args: argparse.Namespace, prompt: str | list[int], params: SamplingParams
-) -> Iterator[Part]:
+) -> Generator[Part]:
     """Streams from a router."""
     from flashmesh import mesh_file
     from flashmesh.client import RouterClient, prompt_request
@@ -105,7 +105,7 @@ def remote(
 
 def offline(
     args: argparse.Namespace, prompt: str | list[int], params: SamplingParams
-) -> Iterator[Part]:
+) -> Generator[Part]:
     """Streams from an engine in this process."""
     from flashmesh.offline import Offline, with_seed
 

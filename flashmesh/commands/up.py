@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import argparse
@@ -67,7 +67,7 @@ def up(args: argparse.Namespace) -> int:
     from flashmesh.services.router.config import RouterConfig
 
     kinds: dict[str, type] = {"mesh": MeshConfig, "model": ModelSection, "router": RouterConfig}
-    sections = config.load(args.config, kinds)
+    sections: dict[str, Any] = config.load(args.config, kinds)
     mesh_config, bind = sections["mesh"], sections["router"].bind
     require_free(bind)
     folder = mesh_file.FOLDER / f"run-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"

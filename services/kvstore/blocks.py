@@ -1,34 +1,37 @@
-"""Which blocks this node holds: payload bytes within a bound, leases, and who goes first when it is full.
+"""Which blocks this node holds: payload bytes within a bound, leases, and who goes first.
 
-Plain synchronous state. Every byte is free, leased or evictable, always. A block with a lease is never evicted; of the
-others the one used least recently goes, and using a block counts as using its ancestors after it, so that within a
-run the leaf goes before what it depends on.
+Plain synchronous state. Every byte is free, leased or evictable, always. A block with a lease is
+never evicted; of the others the one used least recently goes, and using a block counts as using its
+ancestors after it, so that within a run the leaf goes before what it depends on.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from flashmesh.errors import CorruptBlock, NoFreeBlocks, Overloaded
 from flashmesh.hashing import BlockHash
 from flashmesh.objects import StoredObject, verify
-from flashmesh.runs import RUN_BLOCKS
 
 DEFAULT_OBJECT_BYTES = 128 * 1024
 """What a block that is still to come is taken for, before the first one has arrived."""
 
+MAX_LEASES = 1 << 16
+"""A lease may name nothing and still takes memory, so their number is bounded too."""
+
 
 @dataclass(frozen=True, slots=True)
 class BlockStats:
-    """Bytes by state, and counts."""
+    """Bytes by state, and counts; `num_expected` blocks are leased and not stored."""
 
     capacity_bytes: int
     leased_bytes: int
     evictable_bytes: int
     num_blocks: int
     num_leases: int
+    num_expected: int
 
     @property
     def free_bytes(self) -> int:
@@ -38,8 +41,8 @@ class BlockStats:
 
 @dataclass(slots=True)
 class _Lease:
-    hashes: tuple[BlockHash, ...]
-    deadline: float = field(default=0.0)
+    hashes: dict[BlockHash, None] = field(default_factory=dict)  # in chain order
+    deadline: float = 0.0
 
 
 class BlockTable:
@@ -83,43 +86,64 @@ class BlockTable:
         """Returns an object without counting as a use (see `touch`)."""
         return self._objects.get(hash)
 
-    def touch(self, hashes: Sequence[BlockHash]) -> None:
-        """Counts a use of the blocks of a chain, in chain order."""
-        for hash in reversed(hashes):
-            if hash in self._evictable:
-                self._evictable.move_to_end(hash)
+    def touch(self, hashes: Iterable[BlockHash]) -> None:
+        """Counts a use of blocks, in any order, and of what comes before them in their runs."""
+        family: dict[BlockHash, StoredObject] = {}
+        for hash in hashes:
+            item = self._objects.get(hash)
+            # Parents are the writer's claim and might form a ring.
+            while item is not None and item.hash not in family:
+                family[item.hash] = item
+                item = self._objects.get(BlockHash(item.parent)) if item.hash != item.run else None
+        for item in sorted(family.values(), key=lambda item: item.position, reverse=True):
+            if item.hash in self._evictable:
+                self._evictable.move_to_end(item.hash)
 
     def put(self, item: StoredObject) -> bool:
         """Stores a verified object if nobody has; says whether it is new.
 
         Raises:
-            NoFreeBlocks: everything that would have to go is leased.
+            NoFreeBlocks: everything that would have to go is leased, or the block itself is and
+                leases hold all that they may.
         """
         if item.hash in self._objects:
+            self.touch([item.hash])
             return False
         size = len(item.data)
-        self._make_room(size)
+        self._make_room(size, leased=item.hash in self._pins)
         self._object_bytes = max(size, 1)
         self._objects[item.hash] = item
-        if self._pins[item.hash]:
+        if item.hash in self._pins:
             self._num_expected -= 1
             self._leased_bytes += size
         else:
-            del self._pins[item.hash]
             self._evictable[item.hash] = None
             self._evictable_bytes += size
-        self._touch_ancestors(item)
+        self.touch([item.hash])
         return True
 
     def lease(self, lease_id: str, hashes: Iterable[BlockHash], ttl_s: float) -> None:
-        """Keeps blocks, stored or still to come; taking the same lease again replaces it.
+        """Keeps blocks, stored or still to come; a lease that is held gets them in addition.
+
+        In addition, because one request may name the runs of a node one by one, and because a call
+        whose answer was lost is made again.
 
         Raises:
             Overloaded: leases would hold more than they may; nothing has changed then.
         """
-        wanted = tuple(dict.fromkeys(hashes))
-        self.release([lease_id])
-        fresh = [hash for hash in wanted if not self._pins.get(hash)]
+        lease = self._leases.get(lease_id) or _Lease()
+        wanted = dict.fromkeys(hash for hash in hashes if hash not in lease.hashes)
+        self._check_room_for_lease(lease_id, wanted)
+        for hash in wanted:
+            self._pin(hash)
+        lease.hashes |= wanted
+        lease.deadline = self._clock() + ttl_s
+        self._leases[lease_id] = lease
+
+    def _check_room_for_lease(self, lease_id: str, wanted: Iterable[BlockHash]) -> None:
+        if lease_id not in self._leases and len(self._leases) >= MAX_LEASES:
+            raise Overloaded(f"{MAX_LEASES} leases are held already")
+        fresh = [hash for hash in wanted if hash not in self._pins]
         stored = sum(len(self._objects[hash].data) for hash in fresh if hash in self._objects)
         absent = sum(hash not in self._objects for hash in fresh)
         expected = (self._num_expected + absent) * self._object_bytes
@@ -128,9 +152,6 @@ class BlockTable:
                 f"{self._leased_bytes} of at most {self._max_leased_bytes} bytes are leased; "
                 f"{len(fresh)} more blocks do not fit"
             )
-        for hash in wanted:
-            self._pin(hash)
-        self._leases[lease_id] = _Lease(wanted, self._clock() + ttl_s)
 
     def renew(self, lease_ids: Iterable[str], ttl_s: float) -> list[str]:
         """Extends leases; returns those that are not held."""
@@ -146,10 +167,10 @@ class BlockTable:
     def release(self, lease_ids: Iterable[str]) -> None:
         """Gives leases back; unknown ones are no error."""
         for lease_id in lease_ids:
-            lease = self._leases.pop(lease_id, None)
-            # Leaf first, so that it is the least recently used.
-            for hash in reversed(lease.hashes) if lease else ():
+            lease = self._leases.pop(lease_id, _Lease())
+            for hash in lease.hashes:
                 self._unpin(hash)
+            self.touch(lease.hashes)
 
     def expire(self) -> int:
         """Releases leases whose time is over; returns how many."""
@@ -178,15 +199,16 @@ class BlockTable:
             self._evictable_bytes,
             len(self._objects),
             len(self._leases),
+            self._num_expected,
         )
 
-    def _make_room(self, size: int) -> None:
-        leased = self._leased_bytes
-        if leased + size > self._capacity_bytes:
+    def _make_room(self, size: int, *, leased: bool) -> None:
+        limit = self._max_leased_bytes if leased else self._capacity_bytes
+        if self._leased_bytes + size > limit:
             raise NoFreeBlocks(
-                f"{size} bytes do not fit beside {leased} leased ones in {self._capacity_bytes}"
+                f"{size} bytes do not fit beside {self._leased_bytes} leased ones in {limit}"
             )
-        while leased + self._evictable_bytes + size > self._capacity_bytes:
+        while self._leased_bytes + self._evictable_bytes + size > self._capacity_bytes:
             self._drop(self._objects[next(iter(self._evictable))])
 
     def _drop(self, item: StoredObject) -> None:
@@ -198,17 +220,6 @@ class BlockTable:
             self._leased_bytes -= len(item.data)
             self._num_expected += 1
         self._on_evict(item)
-
-    def _touch_ancestors(self, item: StoredObject) -> None:
-        for _ in range(RUN_BLOCKS):
-            if item.hash == item.run:
-                return
-            parent = self._objects.get(BlockHash(item.parent))
-            if parent is None:
-                return
-            if parent.hash in self._evictable:
-                self._evictable.move_to_end(parent.hash)
-            item = parent
 
     def _pin(self, hash: BlockHash) -> None:
         self._pins[hash] += 1

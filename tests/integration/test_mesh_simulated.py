@@ -238,7 +238,7 @@ def test_a_message_of_100_mb_is_refused(mesh):
 
 def test_the_request_id_is_on_every_hop_and_the_prompt_on_none(mesh, client):
     request = prompt_request("a secret prompt", SamplingParams(max_tokens=2), seed=1)
-    request_id = next(iter(client.generate(request))).request_id
+    request_id = list(client.generate(request))[0].request_id
     prompt = random_prompt(1000, seed=10)
     responses = list(client.generate(prompt_request(prompt, SamplingParams(max_tokens=2), seed=1)))
     long_id = responses[0].request_id

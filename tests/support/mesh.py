@@ -106,7 +106,7 @@ class Mesh:
     def restart(self, name: str) -> None:
         """Starts a process that ended, and waits for its health."""
         self._launched.start_process(name)
-        self._launched.wait_healthy(name, timeout_s=START_TIMEOUT_S)
+        self._launched.wait_healthy([name], timeout_s=START_TIMEOUT_S)
 
     def log(self, name: str) -> str:
         """The whole log of a process."""

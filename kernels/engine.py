@@ -1,0 +1,311 @@
+"""The engine on the reference backend: sessions, steps cut into passes, tokens drawn.
+
+Arithmetic is fp32 on the CPU. A step's rows go through the layers together; runs longer than a pass are cut, and rows
+are padded to whole tiles, neither of which changes a bit of any result.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+import torch
+from torch import Tensor
+
+from flashmesh.errors import Incompatible, InvalidRequest
+from flashmesh.kernels.config import ModelConfig
+from flashmesh.kernels.door import EngineStats, RowRun, RunResult, SessionPlan
+from flashmesh.kernels.engram import BLOCKED, LOOK_BACK, EngramHash, load_token_map
+from flashmesh.kernels.layout import BlockLayout
+from flashmesh.kernels.model import Model, Rows, Span
+from flashmesh.kernels.pages import RUN_ROWS, Pages, Slots, pages_for
+from flashmesh.kernels.sampling import sample
+from flashmesh.kernels.shapes import TILE
+from flashmesh.kernels.weights import load_weights
+from flashmesh.types import BLOCK_TOKENS, ModelInfo
+
+NUMERICS_REVISION = 1
+"""Counts changes of this package that change a bit of a result."""
+
+NEVER = 1 << 62
+"""A position that no row reaches."""
+
+
+class ReferenceSession:
+    """One sequence: its pages, its slot, its position; see `door.Session`."""
+
+    def __init__(
+        self, engine: ReferenceEngine, plan: SessionPlan, prefix_tokens: Sequence[int]
+    ) -> None:
+        self.plan = plan
+        self.images: Mapping[int, Tensor] = {}
+        """Embedding rows of image positions; the whole span is here (tests, until vision is served)."""
+        self._engine = engine
+        self._pages = engine.pages.free.take(pages_for(plan.max_tokens))
+        try:
+            (self.slot,) = engine.slots.free.take(1)
+        except BaseException:
+            engine.pages.free.give(self._pages)
+            raise
+        self.page_table = torch.tensor(self._pages)
+        self.tail = [*[BLOCKED] * LOOK_BACK, *prefix_tokens[-LOOK_BACK:]][-LOOK_BACK:]
+        self.num_tokens = plan.first_pos
+        self.closed = False
+
+    def import_block(self, index: int, payload: bytes | memoryview) -> None:
+        """Copies a stored block into this session's pages; see `door.Session`."""
+        self._engine.pages.load(self._pages[index], payload)
+
+    def export_block(self, index: int) -> bytes:
+        """Returns a copy of a block's payload."""
+        return self._engine.pages.payload(self._pages[index])
+
+    def close(self) -> None:
+        """Gives pages and slot back."""
+        if not self.closed:
+            self.closed = True
+            self._engine.pages.free.give(self._pages)
+            self._engine.slots.free.give([self.slot])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class ReferenceEngine:
+    """A loaded model; see `door.Engine`. Build it with `load_engine`."""
+
+    def __init__(
+        self,
+        info: ModelInfo,
+        config: ModelConfig,
+        model: Model,
+        pages: Pages,
+        slots: Slots,
+        *,
+        has_decoder: bool,
+    ) -> None:
+        self.info = info
+        self.config = config
+        self.model = model
+        self.pages = pages
+        self.slots = slots
+        self._has_decoder = has_decoder
+
+    def open(self, plan: SessionPlan, prefix_tokens: Sequence[int]) -> ReferenceSession:
+        """Opens a session; see `door.Engine.open`."""
+        if plan.decoder_start is not None and not self._has_decoder:
+            raise Incompatible("this engine holds the encoder half only")
+        if len(prefix_tokens) != plan.first_pos:
+            raise InvalidRequest(
+                f"{len(prefix_tokens)} prefix tokens for first_pos {plan.first_pos}"
+            )
+        if plan.global_start % self._grain():
+            raise InvalidRequest(f"global_start {plan.global_start} cuts a compressed row in two")
+        return ReferenceSession(self, plan, prefix_tokens)
+
+    @torch.inference_mode()
+    def step(self, batch: Sequence[RowRun]) -> list[RunResult]:
+        """Runs a batch; see `door.Engine.step`."""
+        for run in batch:
+            self._check(run)
+        if len({id(run.session) for run in batch}) < len(batch):
+            raise InvalidRequest("a session has two runs in one step")
+        results = [RunResult() for _ in batch]
+        logits: list[list[Tensor]] = [[] for _ in batch]
+        for begin in range(0, max((len(run.tokens) for run in batch), default=0), RUN_ROWS):
+            cut = [
+                (place, run, run.tokens[begin : begin + RUN_ROWS])
+                for place, run in enumerate(batch)
+                if begin < len(run.tokens)
+            ]
+            counts = [
+                max(0, min(len(tokens), begin + len(tokens) - (len(run.tokens) - run.num_logits)))
+                for _, run, tokens in cut
+            ]
+            parts = self._pass([(run.session, tokens) for _, run, tokens in cut], counts)
+            for (place, _, _), part in zip(cut, parts, strict=True):
+                logits[place].append(part)
+        for run, result, parts in zip(batch, results, logits, strict=True):
+            _draw(run, result, parts)
+        return results
+
+    def stats(self) -> EngineStats:
+        """Counts pages and slots."""
+        pages, slots = self.pages.free, self.slots.free
+        return EngineStats(pages.count, len(pages), slots.count, len(slots))
+
+    def _grain(self) -> int:
+        return max(self.config.ratio(layer) for layer in self.config.kv_source_layer_ids)
+
+    def _check(self, run: RowRun) -> None:
+        session, vocab = run.session, self.info.vocab_size
+        assert isinstance(session, ReferenceSession)
+        end = session.num_tokens + len(run.tokens)
+        if session.closed:
+            raise InvalidRequest("the session is closed")
+        if end > session.plan.max_tokens:
+            raise InvalidRequest(f"rows up to {end} exceed max_tokens {session.plan.max_tokens}")
+        if not 0 <= run.num_logits <= len(run.tokens):
+            raise InvalidRequest(f"{run.num_logits} logits of {len(run.tokens)} rows")
+        start = session.plan.decoder_start
+        if run.num_logits and (start is None or end - run.num_logits < start):
+            raise InvalidRequest("logits are asked of rows that run the encoder half only")
+        for token in run.tokens:
+            if not 0 <= token < vocab:
+                raise InvalidRequest(f"token id {token} is not in [0, {vocab})")
+
+    def _pass(
+        self, runs: Sequence[tuple[ReferenceSession, Sequence[int]]], num_logits: Sequence[int]
+    ) -> list[Tensor]:
+        rows = self._rows(runs)
+        keep, ends, decoder = self._decoder_rows(rows, runs)
+        wanted = [
+            place
+            for end, count in zip(ends, num_logits, strict=True)
+            for place in range(end - count, end)
+        ]
+        logits = self.model.forward(rows, decoder, keep, torch.tensor(wanted, dtype=torch.int64))
+        for session, tokens in runs:
+            session.tail = [*session.tail, *_plain(session, tokens)][-LOOK_BACK:]
+            session.num_tokens += len(tokens)
+        return list(logits.split(list(num_logits)))
+
+    def _rows(self, runs: Sequence[tuple[ReferenceSession, Sequence[int]]]) -> Rows:
+        """Lays the runs out one after the other and pads them with rows that belong to nobody."""
+        total = sum(len(tokens) for _, tokens in runs)
+        size = total + -total % TILE
+        rows = Rows(
+            ids=torch.zeros(size, dtype=torch.int64),
+            grams=torch.full((size, LOOK_BACK + 1), BLOCKED),
+            pos=torch.zeros(size, dtype=torch.int64),
+            slot=torch.full((size,), self.slots.nobody),
+            encoder_low=torch.zeros(size, dtype=torch.int64),
+            decoder_low=torch.zeros(size, dtype=torch.int64),
+            page=torch.full((size,), self.pages.nobody),
+            text=torch.ones(size, dtype=torch.bool),
+            spans=[],
+        )
+        begin = 0
+        for session, tokens in runs:
+            plan, first = session.plan, session.num_tokens
+            end = begin + len(tokens)
+            part = slice(begin, end)
+            pos = torch.arange(first, first + len(tokens))
+            known = torch.tensor([*session.tail, *_plain(session, tokens)])
+            rows.ids[part] = torch.tensor(tokens, dtype=torch.int64)
+            rows.grams[part] = known.unfold(0, LOOK_BACK + 1, 1).flip(1)
+            rows.pos[part] = pos
+            rows.slot[part] = session.slot
+            rows.encoder_low[part] = plan.first_pos
+            rows.decoder_low[part] = NEVER if plan.decoder_start is None else plan.decoder_start
+            pages = session.page_table[pos // BLOCK_TOKENS]
+            rows.page[part] = torch.where(pos >= plan.global_start, pages, self.pages.nobody)
+            for position, embedding in session.images.items():
+                if first <= position < first + len(tokens):
+                    rows.text[begin + position - first] = False
+                    rows.embeds[begin + position - first] = embedding
+            rows.spans.append(Span(begin, end, session.page_table))
+            begin = end
+        return rows
+
+    def _decoder_rows(
+        self, rows: Rows, runs: Sequence[tuple[ReferenceSession, Sequence[int]]]
+    ) -> tuple[Tensor, list[int], Rows | None]:
+        """Returns the places of rows that run the decoder half, where each run's end among them, and the rows."""
+        keep: list[int] = []
+        ends: list[int] = []
+        spans: list[Span] = []
+        for span, (session, _) in zip(rows.spans, runs, strict=True):
+            start = session.plan.decoder_start
+            first = span.end if start is None else span.begin + start - session.num_tokens
+            begin = len(keep)
+            keep += range(max(span.begin, first), span.end)
+            ends.append(len(keep))
+            if len(keep) > begin:
+                spans.append(Span(begin, len(keep), span.pages))
+        index = torch.tensor(keep, dtype=torch.int64)
+        return index, ends, rows.select(index, spans, self.slots.nobody) if keep else None
+
+
+def _plain(session: ReferenceSession, tokens: Sequence[int]) -> list[int]:
+    """Tokens as look-back sees them: an image is not there."""
+    if not session.images:
+        return list(tokens)
+    first = session.num_tokens
+    return [BLOCKED if first + i in session.images else token for i, token in enumerate(tokens)]
+
+
+def _draw(run: RowRun, result: RunResult, parts: list[Tensor]) -> None:
+    if not run.num_logits:
+        return
+    logits = torch.cat(parts)
+    if run.keep_logits:
+        result.logits = logits.clone()
+    if run.sampling is not None:
+        end = run.session.num_tokens
+        positions = range(end - run.num_logits + 1, end + 1)
+        result.tokens, result.logprobs = sample(
+            logits, [run.sampling] * run.num_logits, positions
+        )
+
+
+def load_engine(
+    folder: Path,
+    *,
+    role: Literal["prefill", "decode", "all"],
+    name: str,
+    num_pages: int,
+    num_slots: int,
+    threads: int = 1,
+) -> ReferenceEngine:
+    """Loads a checkpoint.
+
+    Args:
+        folder: config.json, tokenizer.json and the shards.
+        role: "prefill" loads the encoder half only.
+        name: of the served model.
+        num_pages: pages of one block each.
+        num_slots: most sessions at once.
+        threads: of torch, for the whole process. Part of the numerics id: long reductions are split by thread.
+
+    Raises:
+        CheckpointError: names the file and tensor at fault.
+    """
+    if threads not in (1, 2, 4, 8):
+        raise InvalidRequest(f"threads must be 1, 2, 4 or 8, not {threads}")
+    torch.set_num_threads(threads)
+    config = ModelConfig.load(folder)
+    weights = load_weights(folder, config, role)
+    hashes = EngramHash(config, load_token_map(folder, config))
+    layout = BlockLayout.of(config)
+    has_decoder = role != "prefill"
+    num_layers = config.num_hidden_layers if has_decoder else config.num_encoder_layers
+    pages = Pages(config, layout, num_pages)
+    slots = Slots(config, num_layers, num_slots)
+    info = ModelInfo(
+        name=name,
+        fingerprint=weights.fingerprint,
+        layout_id=layout.layout_id,
+        numerics_id=(
+            f"reference/cpu-{platform.machine()}/torch-{torch.__version__}/threads-{threads}/"
+            f"gemmq-off/rev-{NUMERICS_REVISION}"
+        ),
+        block_bytes=layout.block_bytes,
+        window=config.sliding_window,
+        vocab_size=config.vocab_size,
+        max_context_tokens=config.max_position_embeddings,
+        eos_token_id=config.eos_token_id,
+    )
+    model = Model(config, weights, hashes, pages, slots, num_layers)
+    return ReferenceEngine(info, config, model, pages, slots, has_decoder=has_decoder)

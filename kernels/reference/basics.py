@@ -1,0 +1,74 @@
+"""Norm, rotary embedding and linear maps, in fp32.
+
+Every function takes a number of rows that is a multiple of `shapes.TILE`: then the bits of a row do not depend on the
+others. Source of the formulas: the released model's configuration and inference rules.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from flashmesh.kernels.config import ModelConfig
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Returns `x @ weight.T`; x `[..., n]`, weight `[m, n]`."""
+    return torch.nn.functional.linear(x, weight)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Scales rows `[..., n]` to unit root mean square, then by `weight` `[n]`."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def frequencies(config: ModelConfig, *, compressed: bool) -> Tensor:
+    """Returns the rotary frequencies `[P/2]` of window-only layers, or of compressed ones (YaRN, no scaling of size).
+
+    Source: Peng et al., "YaRN", 2023, for the interpolation ramp.
+    """
+    dims = config.qk_rope_head_dim
+    exponents = torch.arange(0, dims, 2, dtype=torch.float32) / dims
+    if not compressed:
+        return 1.0 / config.rope_theta**exponents
+    scaling, theta = config.rope_scaling, config.compress_rope_theta
+    base = 1.0 / theta**exponents
+    low = _corner(scaling.beta_fast, dims, theta, scaling.original_max_position_embeddings)
+    high = _corner(scaling.beta_slow, dims, theta, scaling.original_max_position_embeddings)
+    first = max(math.floor(low), 0)
+    last = min(math.ceil(high), dims - 1)
+    steps = torch.arange(dims // 2, dtype=torch.float32) - first
+    ramp = (steps / max(last - first, 1e-3)).clamp(0, 1)
+    return base / scaling.factor * ramp + base * (1 - ramp)
+
+
+def _corner(turns: float, dims: int, theta: float, length: int) -> float:
+    """Index of the pair that makes `turns` turns over the original context."""
+    return dims * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+
+def angles(positions: Tensor, frequency: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns cosine and sine `[R, P/2]` of positions int64 `[R]`."""
+    theta = positions.float().unsqueeze(1) * frequency
+    return theta.cos(), theta.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tensor:
+    """Rotates the last P values of every row, as adjacent pairs; the values before them stay.
+
+    Args:
+        x: `[R, n]` or `[R, heads, n]`.
+        cos, sin: `[R, P/2]`.
+        inverse: rotate back.
+    """
+    half = cos.shape[-1]
+    if x.dim() == 3:
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    if inverse:
+        sin = -sin
+    still, turned = x.split([x.shape[-1] - 2 * half, 2 * half], -1)
+    even, odd = turned[..., 0::2], turned[..., 1::2]
+    pairs = torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1)
+    return torch.cat((still, pairs.flatten(-2)), -1)

@@ -1,0 +1,80 @@
+"""Single-pass manifold-constrained hyper-connections: how four residual streams mix around a sub-layer.
+
+The coefficients of a sub-layer and the collapse of its input read the streams in one pass, because the collapse uses
+what the sub-layer before produced.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashmesh.kernels.reference.basics import linear
+
+
+def coefficients(
+    streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, *, iters: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes the mixing coefficients of one sub-layer.
+
+    Args:
+        streams: fp32 `[R, 4, D]`.
+        fn: `[24, 4 D]`; base: `[24]`; scale: `[3]`.
+        iters: Sinkhorn iterations.
+        eps: floor of every normalisation.
+
+    Returns:
+        pre `[R, 4]` (collapse of the next sub-layer's input), post `[R, 4]`, comb `[R, 4, 4]` from source to
+        destination stream.
+    """
+    flat = streams.flatten(1)
+    mixed = linear(flat, fn) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + 1e-20)
+    steps = torch.cat((scale[0].expand(4), scale[1].expand(4), scale[2].expand(16)))
+    z = base + mixed * steps
+    pre = torch.sigmoid(z[:, :4]) + 1e-6
+    post = 2 * torch.sigmoid(z[:, 4:8])
+    return pre, post, sinkhorn(z[:, 8:], iters=iters, eps=eps)
+
+
+def sinkhorn(z: Tensor, *, iters: int, eps: float) -> Tensor:
+    """Turns logits `[R, 16]` into nearly doubly stochastic `[R, 4, 4]`, ending on columns.
+
+    Works on `[4, 4, R]` with rows contiguous, in place: the matrices are tiny and the iterations many, so the cost is
+    the number of operations. Sums of four are written out, which fixes their order.
+    """
+    c = z.t().contiguous().view(4, 4, -1)
+    c -= torch.maximum(torch.maximum(c[:, 0], c[:, 1]), torch.maximum(c[:, 2], c[:, 3])).unsqueeze(1)
+    c.exp_()
+    over_columns = torch.empty(4, c.shape[2])
+    over_rows = torch.empty(4, c.shape[2])
+    _sum_of_four(c[:, 0], c[:, 1], c[:, 2], c[:, 3], over_columns)
+    c.div_(over_columns.unsqueeze(1)).add_(eps)
+    _sum_of_four(c[0], c[1], c[2], c[3], over_rows)
+    c.div_(over_rows.add_(eps))
+    for _ in range(iters - 1):
+        _sum_of_four(c[:, 0], c[:, 1], c[:, 2], c[:, 3], over_columns)
+        c.div_(over_columns.add_(eps).unsqueeze(1))
+        _sum_of_four(c[0], c[1], c[2], c[3], over_rows)
+        c.div_(over_rows.add_(eps))
+    return c.permute(2, 0, 1).contiguous()
+
+
+def _sum_of_four(a: Tensor, b: Tensor, c: Tensor, d: Tensor, out: Tensor) -> None:
+    torch.add(a, b, out=out)
+    out.add_(c).add_(d)
+
+
+def collapse(streams: Tensor, pre: Tensor) -> Tensor:
+    """Returns the weighted sum `[R, D]` of the streams."""
+    x = streams
+    return ((pre[:, 0:1] * x[:, 0] + pre[:, 1:2] * x[:, 1]) + pre[:, 2:3] * x[:, 2]) + pre[
+        :, 3:4
+    ] * x[:, 3]
+
+
+def spread(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    """Returns the streams `[R, 4, D]` after a sub-layer with output y `[R, D]`."""
+    out = post.unsqueeze(2) * y.unsqueeze(1)
+    for source in range(4):
+        out += comb[:, source].unsqueeze(2) * streams[:, source].unsqueeze(1)
+    return out

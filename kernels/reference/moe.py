@@ -1,0 +1,94 @@
+"""The mixture of experts: routing by sqrt(softplus), SwiGLU experts, sums in slot order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flashmesh.kernels.reference.basics import linear
+from flashmesh.kernels.reference.select import top_sorted
+from flashmesh.kernels.shapes import pad_up
+
+
+@dataclass(slots=True)
+class Experts:
+    """Weights of one layer's experts: w1, w3 `[M, n, D]`, w2 `[M, D, n]`."""
+
+    w1: Tensor
+    w2: Tensor
+    w3: Tensor
+
+
+def route(x: Tensor, gate: Tensor, bias: Tensor, count: int, scaling: float) -> tuple[Tensor, Tensor]:
+    """Chooses experts and their weights.
+
+    Args:
+        x: fp32 `[R, D]`.
+        gate: `[M, D]`.
+        bias: `[R, M]` or `[M]`; moves the choice, never the weights.
+        count: experts of a row.
+        scaling: of the weights, which sum to it.
+
+    Returns:
+        Expert ids int64 and weights fp32, both `[R, count]`, best first.
+    """
+    scores = torch.nn.functional.softplus(linear(x, gate)).sqrt()
+    chosen = top_sorted(scores + bias, count)
+    picked = scores.gather(1, chosen)
+    total = picked[:, 0:1].clone()
+    for slot in range(1, count):
+        total += picked[:, slot : slot + 1]
+    return chosen, scaling * picked / (total + 1e-20)
+
+
+def swiglu(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, limit: float, weight: Tensor | None) -> Tensor:
+    """One expert: x `[R, D]` to `[R, D]`; `weight` `[R, 1]` scales before w2."""
+    g = linear(x, w1).clamp_(max=limit)
+    u = linear(x, w3).clamp_(-limit, limit)
+    a = torch.nn.functional.silu(g).mul_(u)
+    if weight is not None:
+        a *= weight
+    return linear(a, w2)
+
+
+def routed(x: Tensor, chosen: Tensor, weights: Tensor, experts: Experts, limit: float) -> Tensor:
+    """Sums the chosen experts of every row, in slot order.
+
+    Args:
+        x: fp32 `[R, D]`.
+        chosen, weights: `[R, count]`; an id of -1 skips the slot.
+        experts: of this layer.
+        limit: of the SwiGLU clamps.
+
+    Returns:
+        fp32 `[R, D]`.
+    """
+    num_rows, count = chosen.shape
+    flat = chosen.flatten()
+    slots = torch.zeros(num_rows * count, x.shape[1])
+    order = flat.argsort(stable=True)
+    ids, counts = torch.unique_consecutive(flat[order], return_counts=True)
+    begin = 0
+    for expert, size in zip(ids.tolist(), counts.tolist(), strict=True):
+        places = order[begin : begin + size]
+        begin += size
+        if expert < 0:
+            continue
+        # A tile of rows at least, filled up with copies of the first: see `shapes.TILE`.
+        padded = torch.cat((places, places[:1].expand(pad_up(size) - size)))
+        out = swiglu(
+            x[padded // count],
+            experts.w1[expert],
+            experts.w2[expert],
+            experts.w3[expert],
+            limit,
+            weights.flatten()[padded].unsqueeze(1),
+        )
+        slots[places] = out[:size]
+    slots = slots.view(num_rows, count, -1)
+    total = slots[:, 0].clone()
+    for slot in range(1, count):
+        total += slots[:, slot]
+    return total
