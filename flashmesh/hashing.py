@@ -1,8 +1,9 @@
 """The prefix hash chain: which bytes name a block.
 
-A block's hash covers everything before it, the model, the layout and the tenant, so equal hashes mean equal tokens
-and interchangeable payloads. The scheme is published and free of per-process state: every process, and every
-language, computes the same keys. Worked examples are in docs/hashing.md and pinned by tests.
+A block's hash covers everything before it, the model, the layout and the tenant, so equal hashes
+mean equal tokens and interchangeable payloads. The scheme is published and free of per-process
+state: every process, and every language, computes the same keys. Worked examples are in
+docs/hashing.md and pinned by tests.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import hashlib
 import struct
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NewType
+from typing import TYPE_CHECKING, NewType
 
 from flashmesh.types import BLOCK_TOKENS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
 
 BlockHash = NewType("BlockHash", bytes)
 """16 bytes that name one block and the whole prefix before it."""

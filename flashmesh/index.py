@@ -1,9 +1,9 @@
-"""Which blocks are stored where, in Redis: presence only, packed by run, every value under its owner's epoch.
+"""Which blocks are stored where, in Redis: presence only, packed by run, under the owner's epoch.
 
-One hash for each run of 64 blocks (`...:run:<hash of its first block>`), one field for each stored block (its 16-byte
-hash), the value the first 8 bytes of the owner's epoch. A prompt of any length is looked up in one pipelined round
-trip. The index may over-claim, `Get` decides; an epoch that the registry does not confirm counts as absence, so a node
-that restarted claims nothing from before.
+One hash for each run of 64 blocks (`...:run:<hash of its first block>`), one field for each stored
+block (its 16-byte hash), the value the first 8 bytes of the owner's epoch. A prompt of any length
+is looked up in one pipelined round trip. The index may over-claim, `Get` decides; an epoch that the
+registry does not confirm counts as absence, so a node that restarted claims nothing from before.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import asyncio
 import itertools
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from collections.abc import Set as AbstractSet
+from typing import TYPE_CHECKING
 
 import prometheus_client
 import redis.asyncio
@@ -22,6 +21,10 @@ import redis.exceptions
 from flashmesh.errors import WorkerLost
 from flashmesh.hashing import BlockHash
 from flashmesh.runs import RUN_BLOCKS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Set as AbstractSet
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +63,7 @@ class IndexReader:
     async def longest_prefix(
         self, hashes: Sequence[BlockHash], epochs: AbstractSet[bytes]
     ) -> list[bytes]:
-        """Returns the owners (8-byte epochs) of the leading blocks, up to the first one that nobody claims.
+        """Returns the owners (8-byte epochs) of the leading blocks that somebody claims.
 
         Args:
             hashes: a chain from block 0 on.
@@ -104,6 +107,7 @@ class IndexWriter:
         self._sentinel = f"{self._prefix}:inventory:{epoch.hex()}"
         self._inventory = inventory
         self._changes: dict[Entry, bool] = {}
+        self._overflowed = False
         self._wake = asyncio.Event()
 
     def publish(self, run: BlockHash, block: BlockHash) -> None:
@@ -119,7 +123,7 @@ class IndexWriter:
         down = False
         while True:
             try:
-                if not await self._client.exists(self._sentinel):
+                if self._overflowed or not await self._client.exists(self._sentinel):
                     await self._republish()
                 while self._changes:
                     await self._write_batch()
@@ -135,8 +139,7 @@ class IndexWriter:
 
     async def withdraw(self) -> None:
         """Takes every claim back (a clean stop)."""
-        for run, block in self._inventory():
-            self.unpublish(run, block)
+        self._changes.update(dict.fromkeys(self._inventory(), False))
         try:
             while self._changes:
                 await self._write_batch()
@@ -145,12 +148,14 @@ class IndexWriter:
             log.warning("claims left to their epoch", extra={"error": str(error)})
 
     def _change(self, entry: Entry, *, stored: bool) -> None:
-        if len(self._changes) >= MAX_QUEUED:  # Redis is away: the inventory will be published anew
+        if len(self._changes) >= MAX_QUEUED:  # Redis has been away for long
+            self._overflowed = True
             return
         self._changes[entry] = stored
         self._wake.set()
 
     async def _republish(self) -> None:
+        self._overflowed = False
         self._changes.update(dict.fromkeys(self._inventory(), True))
         while self._changes:
             await self._write_batch()
@@ -165,9 +170,7 @@ class IndexWriter:
             (stored if is_stored else gone)[run].append(block)
         async with self._client.pipeline(transaction=False) as pipe:
             for run, blocks in stored.items():
-                pipe.hset(
-                    _run_key(self._prefix, run), mapping=dict.fromkeys(blocks, self._epoch)
-                )
+                pipe.hset(_run_key(self._prefix, run), mapping=dict.fromkeys(blocks, self._epoch))
             for run, blocks in gone.items():
                 pipe.eval(_UNPUBLISH, 1, _run_key(self._prefix, run), self._epoch, *blocks)
             await pipe.execute()

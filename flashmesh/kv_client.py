@@ -1,26 +1,39 @@
-"""Calls to kvstore nodes: raw frames for payloads, protobuf for control, errors of the common tree."""
+"""Calls to kvstore nodes: raw frames for payloads, protobuf for control, common errors."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import grpc
 import grpc.aio
 
-from flashmesh.errors import BlockNotFound, CorruptBlock, from_rpc_error
-from flashmesh.hashing import BlockHash
+from flashmesh.errors import BlockNotFound, CorruptBlock, FlashmeshError, from_rpc_error
 from flashmesh.objects import KIND_MISSING, StoredObject, parse_objects, verify_is
 from flashmesh.rpc import Channels, remaining_s
-from flashmesh.runs import Place
 from flashmesh.types import BLOCK_TOKENS
 from flashmesh.v1 import kvstore_pb2, kvstore_pb2_grpc
 
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator, Sequence
+
+    from flashmesh.hashing import BlockHash
+    from flashmesh.runs import Place
+
 FRAME_BYTES = 4 * 1024 * 1024
-"""Frames grow up to this: large enough to amortise a message, small enough to bound a stream's memory."""
+"""Frames grow up to this: it amortises a message and still bounds the memory of a stream."""
 
 CONTROL_TIMEOUT_S = 5.0
 TRANSFER_TIMEOUT_S = 60.0
+
+
+class BlockMissing(BlockNotFound):
+    """A block did not come; `index` is its place in the chain."""
+
+    def __init__(self, index: int, node_id: str) -> None:
+        super().__init__(f"block {index} of the prompt is not on kvstore node {node_id}")
+        self.index = index
 
 
 class KvClient:
@@ -54,9 +67,7 @@ class KvClient:
             finally:
                 call.cancel()
 
-    async def put(
-        self, address: str, objects: Sequence[StoredObject]
-    ) -> kvstore_pb2.PutSummary:
+    async def put(self, address: str, objects: Sequence[StoredObject]) -> kvstore_pb2.PutSummary:
         """Stores objects; the first writer of a hash wins.
 
         Raises:
@@ -75,9 +86,7 @@ class KvClient:
 
     async def have(self, address: str, hashes: Sequence[BlockHash]) -> list[bool]:
         """Says which blocks are readable now."""
-        response = await self._control(
-            address, "Have", kvstore_pb2.HaveRequest(hashes=hashes)
-        )
+        response = await self._control(address, "Have", kvstore_pb2.HaveRequest(hashes=hashes))
         return list(response.present)
 
     async def lease(
@@ -136,20 +145,23 @@ async def fetch_blocks(
         hashes, tokens: of the whole chain.
         layout_id: that the payloads must have.
         first, stop: block indices.
-        wait_s: how long to wait for blocks that are not stored yet.
+        wait_s: how long to wait in all for blocks that are not stored yet.
 
     Raises:
-        BlockNotFound: names the first block that did not come.
+        BlockMissing: names the first block that did not come.
         CorruptBlock: a block is not what it claims; it was reported to its node.
     """
     index_of = {hash: index for index, hash in enumerate(hashes)}
+    clock = asyncio.get_running_loop().time
+    deadline = clock() + wait_s
     for place in places:
         begin, end = max(first, place.first_block), min(stop, place.first_block + place.num_blocks)
         if begin >= end:
             continue
         missing = []
+        left_s = max(0.0, deadline - clock())
         async with contextlib.aclosing(
-            client.get(place.address, hashes[begin:end], wait_s)
+            client.get(place.address, hashes[begin:end], left_s)
         ) as items:
             async for item in items:
                 index = index_of.get(item.hash)
@@ -164,13 +176,12 @@ async def fetch_blocks(
                         item, hash=hashes[index], layout_id=layout_id, index=index, tokens=block
                     )
                 except CorruptBlock as error:
-                    await client.report(place.address, hashes[index], str(error))
+                    with contextlib.suppress(FlashmeshError):
+                        await client.report(place.address, hashes[index], str(error))
                     raise
                 yield index, item
         if missing:
-            raise BlockNotFound(
-                f"block {min(missing)} of the prompt is not on kvstore node {place.node_id}"
-            )
+            raise BlockMissing(min(missing), place.node_id)
 
 
 def frames(objects: Sequence[bytes | memoryview]) -> Iterator[bytes]:

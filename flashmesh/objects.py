@@ -1,8 +1,8 @@
 """The stored object: what a kvstore keeps and what travels in a transfer frame.
 
-A fixed header and a payload. The header says which block the payload claims to be (hash, parent, position, a
-fingerprint of its own tokens) and carries a checksum over both, computed once by the writer and verified by every
-reader on its own copy. All numbers are little-endian.
+A fixed header and a payload. The header says which block the payload claims to be (hash, parent,
+position, a fingerprint of its own tokens) and carries a checksum over both, computed once by the
+writer and verified by every reader on its own copy. All numbers are little-endian.
 
     offset  bytes  field
          0      4  magic "FMKV"
@@ -22,14 +22,17 @@ reader on its own copy. All numbers are little-endian.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import xxhash
 
 from flashmesh.errors import CorruptBlock
 from flashmesh.hashing import HASH_BYTES, BlockHash, token_fingerprint
 from flashmesh.types import BLOCK_TOKENS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
 
 MAGIC = b"FMKV"
 VERSION = 1

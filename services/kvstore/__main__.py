@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flashmesh import config
 from flashmesh.config import MeshConfig
@@ -17,6 +16,10 @@ from flashmesh.services.kvstore.service import KvStoreServicer
 from flashmesh.services.kvstore.store import Store
 from flashmesh.services.kvstore.transfer import Transfer
 from flashmesh.v1 import kvstore_pb2_grpc
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+    from pathlib import Path
 
 
 def main(path: Path | None) -> None:
@@ -43,7 +46,14 @@ def main(path: Path | None) -> None:
                     mesh, record, running, lambda: {"num_blocks": store.table.stats().num_blocks}
                 ) as leave,
             ):
-                yield leave
+
+                async def drain() -> None:
+                    await leave()
+                    # Else the waiting Gets would sit out the grace and end as cancelled calls.
+                    store.stop_waiting()
+
+                yield drain
+            # Not earlier: the writer would take the gap for a loss and publish all again.
             await index.withdraw()
 
     run("kvstore", mesh, kvstore, start)

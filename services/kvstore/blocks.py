@@ -8,12 +8,15 @@ ancestors after it, so that within a run the leaf goes before what it depends on
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from flashmesh.errors import CorruptBlock, NoFreeBlocks, Overloaded
 from flashmesh.hashing import BlockHash
 from flashmesh.objects import StoredObject, verify
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
 
 DEFAULT_OBJECT_BYTES = 128 * 1024
 """What a block that is still to come is taken for, before the first one has arrived."""
@@ -140,19 +143,6 @@ class BlockTable:
         lease.deadline = self._clock() + ttl_s
         self._leases[lease_id] = lease
 
-    def _check_room_for_lease(self, lease_id: str, wanted: Iterable[BlockHash]) -> None:
-        if lease_id not in self._leases and len(self._leases) >= MAX_LEASES:
-            raise Overloaded(f"{MAX_LEASES} leases are held already")
-        fresh = [hash for hash in wanted if hash not in self._pins]
-        stored = sum(len(self._objects[hash].data) for hash in fresh if hash in self._objects)
-        absent = sum(hash not in self._objects for hash in fresh)
-        expected = (self._num_expected + absent) * self._object_bytes
-        if self._leased_bytes + stored + expected > self._max_leased_bytes:
-            raise Overloaded(
-                f"{self._leased_bytes} of at most {self._max_leased_bytes} bytes are leased; "
-                f"{len(fresh)} more blocks do not fit"
-            )
-
     def renew(self, lease_ids: Iterable[str], ttl_s: float) -> list[str]:
         """Extends leases; returns those that are not held."""
         deadline = self._clock() + ttl_s
@@ -201,6 +191,19 @@ class BlockTable:
             len(self._leases),
             self._num_expected,
         )
+
+    def _check_room_for_lease(self, lease_id: str, wanted: Iterable[BlockHash]) -> None:
+        if lease_id not in self._leases and len(self._leases) >= MAX_LEASES:
+            raise Overloaded(f"{MAX_LEASES} leases are held already")
+        fresh = [hash for hash in wanted if hash not in self._pins]
+        stored = sum(len(self._objects[hash].data) for hash in fresh if hash in self._objects)
+        absent = sum(hash not in self._objects for hash in fresh)
+        expected = (self._num_expected + absent) * self._object_bytes
+        if self._leased_bytes + stored + expected > self._max_leased_bytes:
+            raise Overloaded(
+                f"{self._leased_bytes} of at most {self._max_leased_bytes} bytes are leased; "
+                f"{len(fresh)} more blocks do not fit"
+            )
 
     def _make_room(self, size: int, *, leased: bool) -> None:
         limit = self._max_leased_bytes if leased else self._capacity_bytes

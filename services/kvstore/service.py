@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-import grpc.aio
+from typing import TYPE_CHECKING
 
 from flashmesh.errors import InvalidRequest
-from flashmesh.services.kvstore.config import KvstoreConfig
-from flashmesh.services.kvstore.store import Store
 from flashmesh.services.kvstore.transfer import check_hashes
 from flashmesh.v1 import kvstore_pb2, kvstore_pb2_grpc
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import grpc.aio
+
+    from flashmesh.services.kvstore.config import KvstoreConfig
+    from flashmesh.services.kvstore.store import Store
 
 MAX_ID_BYTES = 256
 
@@ -43,6 +49,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
         self, request: kvstore_pb2.RenewRequest, context: grpc.aio.ServicerContext
     ) -> kvstore_pb2.RenewResponse:
         """Extends leases."""
+        check_lease_ids(request.lease_ids)
         unknown = self._store.table.renew(request.lease_ids, self._ttl_s(request.ttl_ms))
         return kvstore_pb2.RenewResponse(unknown_lease_ids=unknown, epoch=self._epoch)
 
@@ -83,7 +90,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
         return ttl_ms / 1000
 
 
-def check_lease_ids(lease_ids: list[str]) -> None:
+def check_lease_ids(lease_ids: Iterable[str]) -> None:
     """Refuses empty and oversized ids.
 
     Raises:

@@ -1,6 +1,7 @@
-"""The node's state as its handlers see it: the block table, who waits for what, and the index behind them.
+"""The node's state as its handlers see it: the block table, who waits, and the index behind them.
 
-Owned by the event loop: every method is synchronous and short, so nothing changes between two awaits of a handler.
+Owned by the event loop: every method is synchronous and short, so nothing changes between two
+awaits of a handler.
 """
 
 from __future__ import annotations
@@ -9,17 +10,24 @@ import asyncio
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import prometheus_client
 
-from flashmesh.errors import CorruptBlock
-from flashmesh.hashing import BlockHash
-from flashmesh.index import IndexWriter
-from flashmesh.objects import KIND_BLOCK, StoredObject, verify
+from flashmesh.errors import CorruptBlock, Overloaded
+from flashmesh.objects import KIND_BLOCK, StoredObject, parse_objects, verify
 from flashmesh.services.kvstore.blocks import BlockTable
-from flashmesh.services.kvstore.config import KvstoreConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from flashmesh.hashing import BlockHash
+    from flashmesh.index import IndexWriter
+    from flashmesh.services.kvstore.config import KvstoreConfig
+
+MAX_WAITING = 4096
+"""Gets at once; each holds its hashes, so their number is bounded."""
 
 HITS = prometheus_client.Counter("flashmesh_kv_hits_total", "Blocks found by Get.")
 MISSES = prometheus_client.Counter("flashmesh_kv_misses_total", "Blocks that Get did not find.")
@@ -42,15 +50,31 @@ class Arrivals:
     def __init__(self) -> None:
         self._hashes: list[BlockHash] = []
         self._event = asyncio.Event()
+        self._stopped = False
 
     def add(self, hash: BlockHash) -> None:
         """Tells of a block."""
         self._hashes.append(hash)
         self._event.set()
 
-    async def next(self) -> list[BlockHash]:
-        """Waits for blocks and returns all that came since the last call."""
-        await self._event.wait()
+    def stop(self) -> None:
+        """Ends the wait, now and from now on."""
+        self._stopped = True
+        self._event.set()
+
+    async def next(self, deadline: float) -> list[BlockHash]:
+        """Waits for blocks and returns all that came since the last call; none at the end.
+
+        Args:
+            deadline: on the event loop's clock.
+        """
+        if self._stopped:
+            return []
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._event.wait()
+        except TimeoutError:
+            return []
         self._event.clear()
         hashes, self._hashes = self._hashes, []
         return hashes
@@ -72,17 +96,30 @@ class Store:
         )
         self.index: IndexWriter | None = None
         self._waiting: defaultdict[BlockHash, set[Arrivals]] = defaultdict(set)
-        self._num_waiting = 0
+        self._all_waiting: set[Arrivals] = set()
+        self._stopped = False
         self._export()
 
     @property
     def num_waiting(self) -> int:
         """Gets that wait."""
-        return self._num_waiting
+        return len(self._all_waiting)
 
     def inventory(self) -> Iterator[tuple[BlockHash, BlockHash]]:
         """Yields (run, block) of everything stored."""
         return iter([(item.run, item.hash) for item in self.table])
+
+    def parse(self, frame: bytes) -> Iterator[StoredObject]:
+        """Yields the objects of a frame.
+
+        Raises:
+            CorruptBlock: the frame is not a whole number of objects.
+        """
+        try:
+            yield from parse_objects(frame)
+        except CorruptBlock:
+            BAD.labels("frame").inc()
+            raise
 
     def put(self, item: StoredObject) -> bool:
         """Verifies and stores an object; says whether it is new.
@@ -112,19 +149,33 @@ class Store:
 
     @contextlib.contextmanager
     def waiting(self, hashes: Sequence[BlockHash]) -> Iterator[Arrivals]:
-        """Collects arrivals of these blocks while the body runs."""
+        """Collects arrivals of these blocks while the body runs.
+
+        Raises:
+            Overloaded: as many as may wait do.
+        """
+        if len(self._all_waiting) >= MAX_WAITING:
+            raise Overloaded(f"{MAX_WAITING} Gets are waiting already")
         arrivals = Arrivals()
+        if self._stopped:
+            arrivals.stop()
+        self._all_waiting.add(arrivals)
         for hash in hashes:
             self._waiting[hash].add(arrivals)
-        self._num_waiting += 1
         try:
             yield arrivals
         finally:
-            self._num_waiting -= 1
+            self._all_waiting.discard(arrivals)
             for hash in hashes:
                 self._waiting[hash].discard(arrivals)
                 if not self._waiting[hash]:
                     del self._waiting[hash]
+
+    def stop_waiting(self) -> None:
+        """Ends every wait, now and from now on: a block that is not here will not come here."""
+        self._stopped = True
+        for arrivals in self._all_waiting:
+            arrivals.stop()
 
     def quarantine(self, hash: BlockHash) -> bool:
         """Checks a reported block; says whether it was bad and is gone."""
@@ -150,4 +201,4 @@ class Store:
         BYTES.labels("free").set_function(lambda: stats().free_bytes)
         BLOCKS.set_function(lambda: stats().num_blocks)
         LEASES.set_function(lambda: stats().num_leases)
-        WAITING.set_function(lambda: self._num_waiting)
+        WAITING.set_function(lambda: self.num_waiting)

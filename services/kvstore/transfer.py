@@ -1,13 +1,14 @@
 """The data path: raw frames in and out, one frame in memory for each stream.
 
-Registered beside the protobuf service because protobuf `bytes` fields copy every payload twice. A frame is built only
-when the reader has taken the one before, so a slow reader costs one frame and gRPC's own window.
+Registered beside the protobuf service because protobuf `bytes` fields copy every payload twice. A
+frame is built only when the reader has taken the one before, so a slow reader costs one frame and
+gRPC's own window.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import grpc
 import grpc.aio
@@ -15,9 +16,12 @@ import grpc.aio
 from flashmesh.errors import InvalidRequest
 from flashmesh.hashing import HASH_BYTES, BlockHash
 from flashmesh.kv_client import FRAME_BYTES
-from flashmesh.objects import pack_missing, parse_objects
+from flashmesh.objects import pack_missing
 from flashmesh.services.kvstore.store import HITS, MISSES, Store
 from flashmesh.v1 import kvstore_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator, Sequence
 
 MAX_HASHES = 1 << 17
 
@@ -63,7 +67,7 @@ class Transfer:
         """Stores the objects of a stream of frames."""
         stored = known = 0
         async for frame in frames:
-            for item in parse_objects(frame):
+            for item in self._store.parse(frame):
                 if self._store.put(item):
                     stored += 1
                 else:
@@ -74,36 +78,32 @@ class Transfer:
         self, request: kvstore_pb2.GetRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[bytes]:
         """Sends what is there, then what arrives in time, then says what is missing."""
-        hashes = check_hashes(request.hashes)
+        hashes = list(dict.fromkeys(check_hashes(request.hashes)))
         wait_s = min(request.wait_ms / 1000, self._max_wait_s)
         with self._store.waiting(hashes) as arrivals:
             missing = dict.fromkeys(hashes)
             self._store.table.touch(hashes)
-            for frame in self._frames(hashes, missing.pop):
-                yield frame
             deadline = asyncio.get_running_loop().time() + wait_s
-            while missing:
-                try:
-                    async with asyncio.timeout_at(deadline):
-                        arrived = await arrivals.next()
-                except TimeoutError:
-                    break
-                wanted = [hash for hash in arrived if hash in missing]
-                for frame in self._frames(wanted, missing.pop):
+            ready = hashes
+            while True:
+                for frame in self._frames(ready, missing):
                     yield frame
+                if not missing or not wait_s or not (ready := await arrivals.next(deadline)):
+                    break
         HITS.inc(len(hashes) - len(missing))
         MISSES.inc(len(missing))
         if missing:
             yield b"".join(map(pack_missing, missing))
 
     def _frames(
-        self, hashes: Sequence[BlockHash], found: Callable[[BlockHash], object]
+        self, ready: Sequence[BlockHash], missing: dict[BlockHash, None]
     ) -> Iterator[bytes]:
-        """Yields frames of the blocks that are here when their turn comes, and tells `found` of each."""
+        """Yields frames of the missing blocks that are here when their turn comes."""
         batch: list[bytes | memoryview] = []
         size = 0
-        for hash in hashes:
-            item = self._store.table.get(hash)
+        for hash in ready:
+            # Sent before, in the frames of an earlier round: it may arrive again after an eviction.
+            item = self._store.table.get(hash) if hash in missing else None
             if item is None:
                 continue
             if batch and size + len(item.data) > FRAME_BYTES:
@@ -111,6 +111,6 @@ class Transfer:
                 batch, size = [], 0
             batch.append(item.data)
             size += len(item.data)
-            found(hash)
+            del missing[hash]
         if batch:
             yield b"".join(batch)
