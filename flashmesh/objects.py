@@ -22,7 +22,7 @@ writer and verified by every reader on its own copy. All numbers are little-endi
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -56,7 +56,7 @@ class StoredObject:
     position: int
     fingerprint: bytes
     checksum: bytes
-    data: bytes | memoryview
+    data: bytes | memoryview = field(repr=False)
 
     @property
     def payload(self) -> memoryview:

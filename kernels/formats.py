@@ -1,8 +1,9 @@
-"""The stored weight formats of the released checkpoint: expands them to fp32 and quantises fp32 into them.
+"""Stored weight formats of the released checkpoint: expands them to fp32, quantises fp32 into them.
 
-Expanding is exact: a code value times a power of two. Quantising picks, for every tile, the smallest power-of-two
-scale that clips nothing, and rounds codes to nearest with ties to the even code. The loader uses the first half, the
-maker of demo checkpoints the second; neither touches files.
+Expanding is exact: a code value times a power of two. Quantising picks, for every tile, the
+smallest power-of-two scale that clips nothing, and rounds codes to nearest with ties to the even
+code. The loader uses the first half, the maker of demo checkpoints the second; neither touches
+files.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from typing import Literal, NamedTuple
 import torch
 
 Kind = Literal["F8", "F4", "F8row", "BF16", "F32"]
-"""F8: e4m3 with one scale for each 32x32 tile. F4: two e2m1 codes a byte, one scale for each row and 32 columns.
-F8row: e4m3, one scale for each row and 32 columns. BF16 and F32: plain."""
+"""F8: e4m3 with one scale for each 32x32 tile. F4: two e2m1 codes a byte, one scale for each row and
+32 columns. F8row: e4m3, one scale for each row and 32 columns. BF16 and F32: plain."""
 
 TILE = 32
 E4M3_MAX = 448.0
@@ -60,7 +61,7 @@ def expand(kind: Kind, weight: torch.Tensor, scale: torch.Tensor | None) -> torc
     """Turns stored values into fp32, exactly.
 
     Args:
-        kind: the format; a BF16 weight without scale expands under every kind, for dequantised copies.
+        kind: the format of `weight`.
         weight: as stored (F4: int8 or uint8 `[N, K/2]`, the even column in the low nibble).
         scale: float8_e8m0fnu, or None where the format has none.
 
@@ -85,7 +86,7 @@ def quantise(kind: Kind, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
     Args:
         kind: the format to produce.
-        values: finite fp32; 2-D, and for F4 with an even number of columns, where the format has scales.
+        values: finite fp32; 2-D where the format has scales, for F4 with an even number of columns.
 
     Returns:
         The weight as stored, and its float8_e8m0fnu scales or None.
@@ -116,7 +117,7 @@ def _tile_maxima(values: torch.Tensor, rows_of_tile: int) -> torch.Tensor:
 
 
 def _scale_exponents(maxima: torch.Tensor, limit: float) -> torch.Tensor:
-    """Returns ceil(log2(maxima / limit)) from the bits of both, so that no logarithm can round it wrongly."""
+    """Returns ceil(log2(maxima / limit)), from the bits of both: a logarithm would misplace some."""
     limit_mantissa, limit_exponent = math.frexp(limit)
     mantissas, exponents = torch.frexp(maxima)
     exponents = exponents - limit_exponent + (mantissas > limit_mantissa).int()
@@ -125,7 +126,7 @@ def _scale_exponents(maxima: torch.Tensor, limit: float) -> torch.Tensor:
 
 
 def e2m1_codes(values: torch.Tensor) -> torch.Tensor:
-    """Rounds fp32 values within [-6, 6] to uint8 e2m1 codes, ties to the even code, keeping the sign of zero."""
+    """Rounds fp32 within [-6, 6] to uint8 e2m1 codes: ties to the even code, zero keeps its sign."""
     magnitudes = values.abs().contiguous()
     below = torch.bucketize(magnitudes, _MIDPOINTS)  # a midpoint counts for the lower code
     above = torch.bucketize(magnitudes, _MIDPOINTS, right=True)

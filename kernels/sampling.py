@@ -1,21 +1,27 @@
 """Draws tokens from logits with noise that depends on seed, choice and position only.
 
-The token at position t is the argmax over v of log p_t(v) + g(seed, choice, t, v), where p_t is the processed
-distribution and g is Gumbel noise from a counter-based generator. So a token does not depend on the batch, on the
-step that drew it, or on what was drawn before, and a draft drawn with the same noise is accepted by plain equality.
-Every row is computed alone, in numpy, whose sums no thread pool splits: other rows cannot change a bit of it.
+The token at position t is the argmax over v of log p_t(v) + g(seed, choice, t, v), where p_t is the
+processed distribution and g is Gumbel noise from a counter-based generator. So a token does not
+depend on the batch, on the step that drew it, or on what was drawn before, and a draft drawn with
+the same noise is accepted by plain equality. Every row is computed alone, in numpy, whose sums no
+thread pool splits: other rows cannot change a bit of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from flashmesh.errors import FlashmeshError
-from flashmesh.types import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from flashmesh.types import SamplingParams
 
 Ids = NDArray[np.int64]
 Words = NDArray[np.uint64]
@@ -40,8 +46,8 @@ def sample(
         positions: the position that each drawn token will have, one for each row.
 
     Returns:
-        The tokens, and the natural log of their raw probability (softmax of the unprocessed logits). Zero rows give
-        empty lists. Equal values rank by ascending index, and -0 equals +0.
+        The tokens, and the natural log of their raw probability (softmax of the unprocessed
+        logits). Zero rows give empty lists. Equal values rank by ascending index; -0 equals +0.
 
     Raises:
         FlashmeshError: a row holds NaN or +inf, or excludes every token.
@@ -68,8 +74,8 @@ def _draw(row: NDArray[np.float32], params: SamplingParams, position: int) -> in
 def support(row: NDArray[np.float32], params: SamplingParams) -> tuple[Ids, NDArray[np.float64]]:
     """Finds which tokens may be drawn.
 
-    Temperature comes first, then top-k, then top-p on what top-k left, then min-p. Equal values rank by
-    ascending index.
+    Temperature comes first, then top-k, then top-p on what top-k left, then min-p. Equal values
+    rank by ascending index.
 
     Args:
         row: `[vocab]` finite or -inf logits.
@@ -95,7 +101,7 @@ def support(row: NDArray[np.float32], params: SamplingParams) -> tuple[Ids, NDAr
 def _largest(row: NDArray[np.float32], ids: Ids, count: int) -> Ids:
     """Keeps `count` ids by value descending, then index ascending; returns them ascending."""
     values = row[ids]
-    # Only the threshold is taken from partition: which of several equal values it puts first is undefined.
+    # Only the threshold is taken: in which order partition leaves equal values is undefined.
     threshold = np.partition(values, len(values) - count)[len(values) - count]
     kept = values > threshold
     tied = np.flatnonzero(values == threshold)
@@ -109,8 +115,8 @@ def _nucleus(
     """Marks the shortest prefix, by falling probability, that reaches the mass `top_p`."""
     mass = np.exp(scores)
     mass /= mass.sum()
-    # All tokens below this share together weigh less than 1 - top_p, so the prefix ends before them: a peaked
-    # distribution then sorts a few tokens and not the whole vocabulary.
+    # All tokens below this share together weigh less than 1 - top_p, so the prefix ends before
+    # them: a peaked distribution then sorts a few tokens and not the whole vocabulary.
     likely = np.flatnonzero(mass >= (1 - top_p) / (2 * len(mass)))
     order = likely[np.argsort(-values[likely], kind="stable")]
     reached = np.cumsum(mass[order]) >= top_p
@@ -128,7 +134,8 @@ def _raw_logprob(row: NDArray[np.float32], token: int) -> float:
 def gumbel(seed: int, choice: int, position: int, ids: Ids) -> NDArray[np.float64]:
     """Returns the standard Gumbel noise of some tokens at one position.
 
-    A pure function of its arguments, elementwise in `ids`. Four neighbouring ids share one generator block.
+    A pure function of its arguments, elementwise in `ids`. Four neighbouring ids share one block of
+    the generator.
 
     Args:
         seed: 64 bits, the generator's key.

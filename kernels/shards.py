@@ -1,4 +1,4 @@
-"""Safetensors files of a checkpoint: which there are, whether they are whole, and bytes out of them.
+"""Safetensors files of a checkpoint: which there are, whether they are whole, bytes out of them.
 
 Only headers are read until somebody asks for a tensor, so a broken download is refused in
 milliseconds and before any memory is taken. Nothing here knows the model; `weights` does.
@@ -10,17 +10,21 @@ import dataclasses
 import hashlib
 import json
 import struct
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from flashmesh.errors import CheckpointError
-from flashmesh.kernels.config import ModelConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from flashmesh.kernels.config import ModelConfig
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -82,11 +86,21 @@ class Shard:
         raw = torch.from_numpy(self.bytes_of(name).copy())
         return raw.view(_DTYPES[entry.dtype]).view(entry.shape)
 
-    def read_rows(self, name: str, rows: NDArray[np.int64]) -> torch.Tensor:
-        """Copies `[n]` rows of a 2-D tensor out of the file, in its stored dtype."""
+    def rows(self, name: str) -> MappedRows:
+        """Maps a 2-D tensor; the mapping outlives the file's name."""
         entry = self.entries[name]
-        table = self.bytes_of(name).reshape(entry.shape[0], -1)
-        return torch.from_numpy(table[rows]).view(_DTYPES[entry.dtype])
+        return MappedRows(self.bytes_of(name).reshape(entry.shape[0], -1), _DTYPES[entry.dtype])
+
+
+class MappedRows(NamedTuple):
+    """A 2-D tensor in its file: rows are read as they are asked for."""
+
+    data: NDArray[np.uint8]
+    dtype: torch.dtype
+
+    def read(self, ids: NDArray[np.int64]) -> torch.Tensor:
+        """Copies `[n]` rows, in their stored dtype."""
+        return torch.from_numpy(self.data[ids]).view(self.dtype)
 
 
 def open_shards(folder: Path) -> list[Shard]:

@@ -6,11 +6,13 @@ covers the backbone and the draft blocks; vision tensors are only recognised by 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from flashmesh.kernels.config import ModelConfig
-from flashmesh.kernels.formats import Kind
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from flashmesh.kernels.config import ModelConfig
+    from flashmesh.kernels.formats import Kind
 
 Role = Literal["prefill", "decode", "all"]
 

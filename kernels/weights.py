@@ -1,24 +1,29 @@
 """Loads a checkpoint: checks it against the configuration, then expands what a role needs.
 
 Stages run from cheap to dear, headers only until the last: files, names, coverage, shapes and
-dtypes, values. Whatever is wrong ends as a `CheckpointError` naming tensor, file, expected and found,
-before the engine has done anything. Engram tables are never expanded: they stay mapped in their
+dtypes, values. Whatever is wrong ends as a `CheckpointError` naming tensor, file, expected and
+found, before the engine has done anything. Engram tables are never expanded: they stay mapped in their
 stored format, and rows are expanded as they are looked up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from flashmesh.errors import CheckpointError
-from flashmesh.kernels.config import ModelConfig
 from flashmesh.kernels.formats import Kind, expand, stored
-from flashmesh.kernels.shards import WHOLE_FILE_BYTES, Entry, Shard, fingerprint, open_shards
+from flashmesh.kernels.shards import (
+    WHOLE_FILE_BYTES,
+    Entry,
+    MappedRows,
+    Shard,
+    fingerprint,
+    open_shards,
+)
 from flashmesh.kernels.tensor_names import (
     Role,
     TensorSpec,
@@ -28,6 +33,11 @@ from flashmesh.kernels.tensor_names import (
     scale_name,
     tensors,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from flashmesh.kernels.config import ModelConfig
 
 _OPTIONAL_PREFIX = "model."
 _NUM_NAMED = 5
@@ -46,19 +56,28 @@ class _Place(NamedTuple):
 
 
 class _Table(NamedTuple):
-    """An Engram table in its files."""
+    """An Engram table, mapped."""
 
-    weight: _Place
-    scale: _Place | None
+    place: _Place
+    weight: MappedRows
+    scale: MappedRows | None
+
+    @classmethod
+    def open(cls, weight: _Place, scale: _Place | None) -> _Table:
+        return cls(
+            weight,
+            weight.shard.rows(weight.name),
+            None if scale is None else scale.shard.rows(scale.name),
+        )
 
     @property
     def num_rows(self) -> int:
-        return self.weight.entry.shape[0]
+        return len(self.weight.data)
 
     def rows(self, ids: np.ndarray) -> torch.Tensor:
-        scale = None if self.scale is None else self.scale.shard.read_rows(self.scale.name, ids)
-        values = expand("F8row", self.weight.shard.read_rows(self.weight.name, ids), scale)
-        _check_finite(values, self.weight)
+        scale = None if self.scale is None else self.scale.read(ids)
+        values = expand("F8row", self.weight.read(ids), scale)
+        _check_finite(values, self.place)
         return values
 
 
@@ -214,14 +233,14 @@ def _open_tables(
     for layer in config.engram_layer_ids:
         name = engram_table_name(layer)
         if name in needed:
-            tables[layer] = _Table(places[name], places.get(scale_name(name)))
+            tables[layer] = _Table.open(places[name], places.get(scale_name(name)))
             _scan(tables[layer])
     return tables
 
 
 def _scan(table: _Table) -> None:
     """Looks for NaN in a table small enough for it; larger ones are checked as rows are read."""
-    entry = table.weight.entry
+    entry = table.place.entry
     if entry.stop - entry.start <= WHOLE_FILE_BYTES:
         for start in range(0, table.num_rows, _SCAN_ROWS):
             table.rows(np.arange(start, min(start + _SCAN_ROWS, table.num_rows)))

@@ -1,7 +1,9 @@
-"""Makes flashmesh/data/tokenizer.json: a small byte-level BPE with the released model's special tokens.
+"""Makes flashmesh/data/tokenizer.json: a small byte-level BPE with the released special tokens.
 
-Trained on the Python standard library's sources, read in sorted order, with merges chosen by count and then by id, so
-one Python version gives one file. Run it from the repository root: python tools/make_tokenizer.py [--output FILE]
+Trained on the Python standard library's sources, read in sorted order, with merges chosen by count
+and then by id, so one Python version gives one file. Run it from the repository root:
+
+    python tools/make_tokenizer.py [--output FILE]
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ SKIPPED_FOLDERS = {"site-packages", "test", "tests", "idlelib", "lib2to3", "__py
 
 
 def special_tokens() -> list[str]:
-    """Begin, end and padding take ids 0, 1 and 2, as in the released model; the rest follow by name."""
+    """Begin, end and padding take ids 0, 1 and 2, as released; the rest follow by name."""
     kinds = deepseek_recipe.SpecialToken
     texts = {
         name: getattr(kinds, name).default_str()

@@ -6,11 +6,19 @@ import json
 import os
 import platform
 import subprocess
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 
 if TYPE_CHECKING:
@@ -42,10 +50,17 @@ def measure(benchmarks: Mapping[str, Benchmark]) -> Iterator[Result]:
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    # Drawn between measurements only: a drawing thread would take the interpreter from an engine that
+    # is measured in this process.
+    with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as progress:
         for name, benchmark in benchmarks.items():
             task = progress.add_task(name, total=benchmark.num_steps)
-            yield from benchmark.run(lambda task=task: progress.advance(task))  # type: ignore[misc]
+            yield from benchmark.run(partial(_advance, progress, task))
+
+
+def _advance(progress: Progress, task: TaskID) -> None:
+    progress.advance(task)
+    progress.refresh()
 
 
 def table(results: Iterable[Result]) -> Table:

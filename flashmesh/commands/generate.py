@@ -45,8 +45,8 @@ def run(args: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     params = sampling(args)
     source = offline if args.offline else remote
-    answer = Answer()
     parts = source(args, parse_ids(prompt) if args.token_ids else prompt, params)
+    answer = Answer()  # after an engine was loaded: its clock starts here
     with contextlib.closing(parts):  # Ctrl-C leaves the loop, and closing cancels the call
         for part in answer.watch(parts):
             if not args.json:
@@ -112,4 +112,4 @@ def offline(
     # A token has at least one byte of text, so this bounds a text prompt too.
     num_prompt = len(prompt.encode()) if isinstance(prompt, str) else len(prompt)
     engine = Offline.open(args.config, max_tokens=num_prompt + args.max_tokens)
-    yield from engine.parts(prompt, with_seed(params, args.seed))
+    return engine.parts(prompt, with_seed(params, args.seed))

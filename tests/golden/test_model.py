@@ -1,0 +1,138 @@
+"""The model against an independent implementation: streams, caches, selections, logits."""
+
+import pytest
+import torch
+from support import golden
+
+from flashmesh.kernels.door import RowRun, SessionPlan
+
+QUIET_TOLERANCE, NOISY_TOLERANCE = 1e-4, 2e-2
+"""From the vectors' README: fp32 implementations differ by summation order only."""
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return golden.golden_engine()
+
+
+def check(actual, expected, quiet, what):
+    gap = (actual - expected.float()).abs().flatten(1).amax(1)
+    limit = torch.where(quiet, QUIET_TOLERANCE, NOISY_TOLERANCE)
+    worst = int((gap / limit).argmax())
+    assert (gap <= limit).all(), f"{what}: row {worst} differs by {gap[worst]:.2e}"
+
+
+@pytest.mark.parametrize("name", golden.SEQUENCES)
+def test_hidden_states_and_logits_agree(engine, name):
+    record = golden.Recorder(engine)
+    tokens, quiet = golden.ids(name), golden.quiet_rows(name)
+    images = golden.image_rows() if name == "img40" else None
+    logits = golden.full_forward(engine, tokens, images)
+    expected = golden.vectors("outputs_fp32")
+    num = len(tokens)
+    for layer in range(8):
+        streams = record.get("streams", layer, num)
+        check(streams, expected[f"{name}.streams"][layer], quiet, f"streams into {layer}")
+    for layer in range(9):
+        carried = record.get("carried_pre", layer, num)
+        check(carried, expected[f"{name}.carried_pre"][layer], quiet, f"carried into {layer}")
+    check(record.get("final", 8, num), expected[f"{name}.final"], quiet, "final norm")
+    check(logits, expected[f"{name}.logits"], quiet, "logits")
+
+
+def test_caches_and_selections_of_a_long_sequence_agree(engine):
+    record = golden.Recorder(engine)
+    tokens, quiet = golden.ids("s150"), golden.quiet_rows("s150")
+    expected = golden.vectors("caches_fp32")
+    with engine.open(golden.full_plan(150), []) as session:
+        engine.step([RowRun(session=session, tokens=tokens)])
+        pages = session.page_table
+        for layer in (1, 3, 4):
+            rows = engine.pages.sources[layer]
+            for kind, stored in (("compressed_kv", rows.kv), ("index_k", rows.ik)):
+                wanted = expected[f"s150.L{layer}.{kind}"].float()
+                got = stored[pages].flatten(0, 1)[: len(wanted)]
+                ratio = 150 // len(wanted)
+                assert torch.equal(got[quiet[::ratio]], wanted[quiet[::ratio]]), (layer, kind)
+    for layer in range(8):
+        got = record.get("window_kv", layer, 150)
+        wanted = expected[f"s150.L{layer}.window_kv"].float()
+        assert torch.equal(got[quiet], wanted[quiet]), f"window of layer {layer}"
+        routes = record.get("route_idx", layer, 150).sort(1).values
+        wanted = expected[f"s150.L{layer}.route_idx"].long().sort(1).values
+        assert torch.equal(routes[quiet], wanted[quiet]), f"routes of layer {layer}"
+    for layer in (1, 3, 4, 6):
+        got = record.get("topk", layer, 150)
+        assert torch.equal(got[quiet], expected[f"s150.L{layer}.topk"].long()[quiet]), layer
+
+
+def test_engram_rows_agree_across_an_image(engine):
+    record = golden.Recorder(engine)
+    golden.full_forward(engine, golden.ids("img40"), golden.image_rows())
+    expected = golden.vectors("caches_fp32")
+    for layer in (1, 3):
+        wanted = expected[f"img40.L{layer}.engram_rows"].long()
+        looked_up = record.get("engram_rows", layer, 40).view(40, 6, 32)
+        weights = engine.model._w.engram_rows(layer, wanted)
+        text = ~golden.vectors("inputs")["img40.image_mask"].bool()
+        assert torch.equal(looked_up[text], weights[text])
+
+
+@pytest.mark.parametrize("name", ["s7", "s40", "s150"])
+def test_greedy_decoding_over_the_caches_gives_the_golden_tokens(engine, name):
+    tokens = golden.ids(name)
+    wanted = golden.vectors("greedy_fp32")[f"{name}.tokens"].tolist()
+    got = []
+    with engine.open(golden.full_plan(len(tokens) + 16), []) as session:
+        while len(got) < 16:
+            run = RowRun(session=session, tokens=tokens, num_logits=1, keep_logits=True)
+            tokens = [int(engine.step([run])[0].logits.argmax())]
+            got += tokens
+    assert got == wanted
+
+
+def test_a_truncated_decoder_agrees(engine):
+    plan = SessionPlan(first_pos=0, global_start=0, decoder_start=130, max_tokens=150)
+    with engine.open(plan, []) as session:
+        run = RowRun(session=session, tokens=golden.ids("s150"), num_logits=20, keep_logits=True)
+        logits = engine.step([run])[0].logits
+    expected = golden.vectors("replay_fp32")["dec.logits"]
+    check(logits, expected, golden.quiet_rows("s150")[130:], "logits")
+
+
+@pytest.mark.parametrize("cuts", [[70], [16, 30, 24], [1] * 70])
+def test_a_replay_over_stored_rows_agrees(engine, cuts):
+    tokens = golden.ids("s150")
+    with engine.open(golden.full_plan(150), []) as cold:
+        engine.step([RowRun(session=cold, tokens=tokens)])
+        payload = cold.export_block(0)
+    plan = SessionPlan(first_pos=80, global_start=96, decoder_start=130, max_tokens=150)
+    record = golden.Recorder(engine)
+    with engine.open(plan, tokens[:80]) as session:
+        session.import_block(0, payload)
+        logits, begin = [], 80
+        for size in cuts:
+            count = max(0, min(size, begin + size - 130))
+            part = tokens[begin : begin + size]
+            run = RowRun(session=session, tokens=part, num_logits=count, keep_logits=True)
+            result = engine.step([run])[0]
+            if count:
+                logits.append(result.logits)
+            begin += size
+    expected = golden.vectors("replay_fp32")
+    quiet = golden.quiet_rows("s150")[130:]
+    check(torch.cat(logits), expected["encdec.logits"], quiet, "logits")
+    if len(cuts) == 1:
+        for layer in range(4):
+            got = record.get("window_kv", layer, 70)
+            wanted = expected[f"encdec.L{layer}.window_kv"].float()
+            keep = golden.quiet_rows("s150")[80:]
+            assert torch.equal(got[keep], wanted[keep]), f"window of layer {layer}"
+
+
+def test_released_formats_load_to_the_values_of_their_dequantised_copy():
+    plain, quantised = golden.golden_engine(), golden.golden_engine(quantized=True)
+    tokens = golden.ids("s40")
+    assert torch.equal(
+        golden.full_forward(plain, tokens), golden.full_forward(quantised, tokens)
+    )
