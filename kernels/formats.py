@@ -14,8 +14,8 @@ from typing import Literal, NamedTuple
 import torch
 
 Kind = Literal["F8", "F4", "F8row", "BF16", "F32"]
-"""F8: e4m3 with one scale for each 32x32 tile. F4: two e2m1 codes a byte, one scale for each row and
-32 columns. F8row: e4m3, one scale for each row and 32 columns. BF16 and F32: plain."""
+"""F8: e4m3 with one scale for each 32x32 tile. F4: two e2m1 codes a byte, one scale for each row
+and 32 columns. F8row: e4m3, one scale for each row and 32 columns. BF16 and F32: plain."""
 
 TILE = 32
 E4M3_MAX = 448.0
@@ -117,7 +117,7 @@ def _tile_maxima(values: torch.Tensor, rows_of_tile: int) -> torch.Tensor:
 
 
 def _scale_exponents(maxima: torch.Tensor, limit: float) -> torch.Tensor:
-    """Returns ceil(log2(maxima / limit)), from the bits of both: a logarithm would misplace some."""
+    """Returns ceil(log2(maxima / limit)) from the bits of both: a logarithm would misplace some."""
     limit_mantissa, limit_exponent = math.frexp(limit)
     mantissas, exponents = torch.frexp(maxima)
     exponents = exponents - limit_exponent + (mantissas > limit_mantissa).int()
@@ -126,7 +126,7 @@ def _scale_exponents(maxima: torch.Tensor, limit: float) -> torch.Tensor:
 
 
 def e2m1_codes(values: torch.Tensor) -> torch.Tensor:
-    """Rounds fp32 within [-6, 6] to uint8 e2m1 codes: ties to the even code, zero keeps its sign."""
+    """Rounds fp32 within [-6, 6] to uint8 e2m1 codes: ties to the even code, -0 keeps its sign."""
     magnitudes = values.abs().contiguous()
     below = torch.bucketize(magnitudes, _MIDPOINTS)  # a midpoint counts for the lower code
     above = torch.bucketize(magnitudes, _MIDPOINTS, right=True)

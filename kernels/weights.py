@@ -2,8 +2,8 @@
 
 Stages run from cheap to dear, headers only until the last: files, names, coverage, shapes and
 dtypes, values. Whatever is wrong ends as a `CheckpointError` naming tensor, file, expected and
-found, before the engine has done anything. Engram tables are never expanded: they stay mapped in their
-stored format, and rows are expanded as they are looked up.
+found, before the engine has done anything. Engram tables are never expanded: they stay mapped in
+their stored format, and rows are expanded as they are looked up.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def test_runs_spread_evenly():
 
 
 @pytest.mark.parametrize(
-    ("run", "node"), [(0, "kvstore-0"), (1, "kvstore-0"), (2, "kvstore-0"), (3, "kvstore-0")]
+    ("run", "node"), [(0, "kvstore-1"), (1, "kvstore-1"), (2, "kvstore-0"), (4, "kvstore-2")]
 )
 def test_golden_places(run, node):
     assert place_run(run.to_bytes(16, "big"), NODES)[0] == node
