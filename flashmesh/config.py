@@ -12,13 +12,15 @@ import os
 import tomllib
 import types
 import typing
-from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from flashmesh.errors import ConfigError
+
+if typing.TYPE_CHECKING:
+    from collections.abc import Mapping
 
 SECTIONS = ("mesh", "model", "router", "prefill", "decode", "kvstore")
 ENV_PREFIX = "FLASHMESH_"

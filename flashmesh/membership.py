@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING
 
-from flashmesh.config import MeshConfig, ServiceConfig
 from flashmesh.lifecycle import Running, background
 from flashmesh.registry import Heartbeat, Registry, WorkerRecord, connect
-from flashmesh.types import ModelInfo
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+
+    from flashmesh.config import MeshConfig, ServiceConfig
+    from flashmesh.types import ModelInfo
 
 
 def new_record(

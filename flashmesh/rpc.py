@@ -10,9 +10,8 @@ import contextlib
 import hmac
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
 from contextvars import ContextVar
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
 import grpc.aio
@@ -21,14 +20,16 @@ from google.protobuf.message import DecodeError
 from flashmesh.errors import DeadlineExceeded, FlashmeshError, InvalidRequest, Unauthenticated
 from flashmesh.telemetry import RPC_SECONDS, RPCS, request_id
 
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
 log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 REQUEST_ID_KEY = "flashmesh-request-id"
 TOKEN_KEY = "authorization"
 LOGGED_METHODS = tuple(
-    f"/flashmesh.v1.{method}"
-    for method in ("Router/Generate", "Prefill/Prefill", "Decode/Decode")
+    f"/flashmesh.v1.{method}" for method in ("Router/Generate", "Prefill/Prefill", "Decode/Decode")
 )
 OPEN_METHODS = ("/grpc.health.v1.Health/",)
 

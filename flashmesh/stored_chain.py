@@ -6,7 +6,8 @@ not hold exactly these tokens can neither be read nor written under their name.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from typing import TYPE_CHECKING
 
 import xxhash
 
@@ -16,7 +17,11 @@ from flashmesh.kv_client import KvClient, fetch_blocks
 from flashmesh.objects import StoredObject, pack_block
 from flashmesh.runs import RUN_BLOCKS, Place
 from flashmesh.types import BLOCK_TOKENS
-from flashmesh.v1 import types_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from flashmesh.v1 import types_pb2
 
 
 class StoredChain:
@@ -63,20 +68,21 @@ class StoredChain:
             CorruptBlock: one was not what it claims to be, and was reported.
             WorkerLost: a node cannot be reached.
         """
-        found: dict[int, StoredObject] = {}
-        if first < stop:
-            self._place(first)
-            async for index, item in fetch_blocks(
-                self._client,
-                self._places,
-                self.hashes[:stop],
-                self._tokens,
-                self._layout_id,
-                first,
-                stop,
-                wait_s,
-            ):
-                found[index] = item
+        if first >= stop:
+            return []
+        self._place(first)
+        blocks = fetch_blocks(
+            self._client,
+            self._places,
+            self.hashes[:stop],
+            self._tokens,
+            self._layout_id,
+            first,
+            stop,
+            wait_s,
+        )
+        async with contextlib.aclosing(blocks):
+            found = {index: item async for index, item in blocks}
         return [found[index] for index in range(first, stop)]
 
     async def put(self, blocks: Sequence[tuple[int, bytes]]) -> int:

@@ -10,10 +10,12 @@ import logging
 import sys
 import time
 from contextvars import ContextVar
-from typing import Any
-from wsgiref.simple_server import WSGIServer
+from typing import TYPE_CHECKING, Any
 
 import prometheus_client
+
+if TYPE_CHECKING:
+    from wsgiref.simple_server import WSGIServer
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 

@@ -7,10 +7,7 @@ are padded to whole tiles, neither of which changes a bit of any result.
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from types import TracebackType
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 import torch
 from torch import Tensor
@@ -26,6 +23,11 @@ from flashmesh.kernels.sampling import sample
 from flashmesh.kernels.shapes import TILE
 from flashmesh.kernels.weights import load_weights
 from flashmesh.types import BLOCK_TOKENS, ModelInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+    from types import TracebackType
 
 NUMERICS_REVISION = 1
 """Counts changes of this package that change a bit of a result."""
@@ -255,9 +257,7 @@ def _draw(run: RowRun, result: RunResult, parts: list[Tensor]) -> None:
     if run.sampling is not None:
         end = run.session.num_tokens
         positions = range(end - run.num_logits + 1, end + 1)
-        result.tokens, result.logprobs = sample(
-            logits, [run.sampling] * run.num_logits, positions
-        )
+        result.tokens, result.logprobs = sample(logits, [run.sampling] * run.num_logits, positions)
 
 
 def load_engine(

@@ -6,7 +6,7 @@ The hash is exact integer arithmetic over a compressed vocabulary, so any implem
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,8 +14,12 @@ from tokenizers import Tokenizer, normalizers
 from torch import Tensor
 
 from flashmesh.errors import CheckpointError
-from flashmesh.kernels.config import ModelConfig
 from flashmesh.kernels.reference.basics import linear
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from flashmesh.kernels.config import ModelConfig
 
 LOOK_BACK = 3
 """Tokens before a position that its longest n-gram reads."""

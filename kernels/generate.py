@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from flashmesh.kernels.door import Engine
 from flashmesh.kernels.sequence import DecodeSequence, PrefillSequence, Progress
 from flashmesh.replay import plan_replay
-from flashmesh.types import FinishReason, SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from flashmesh.kernels.door import Engine
+    from flashmesh.types import FinishReason, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

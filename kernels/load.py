@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from flashmesh.config import ModelSection
-from flashmesh.kernels.door import Engine
+if TYPE_CHECKING:
+    from flashmesh.config import ModelSection
+    from flashmesh.kernels.door import Engine
 
 Role = Literal["prefill", "decode", "all"]
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from flashmesh.kernels.config import ModelConfig
 from flashmesh.kernels.engram import EngramHash, inject
-from flashmesh.kernels.pages import Pages, Slots
 from flashmesh.kernels.quantize import fp8_32, mxfp4_32
 from flashmesh.kernels.reference import mhc
 from flashmesh.kernels.reference.attention import attend, index_scores
@@ -23,8 +22,12 @@ from flashmesh.kernels.reference.basics import angles, frequencies, linear, rms_
 from flashmesh.kernels.reference.moe import Experts, route, routed, swiglu
 from flashmesh.kernels.reference.select import candidate_mask, top_rows
 from flashmesh.kernels.shapes import TILE
-from flashmesh.kernels.weights import Weights
 from flashmesh.types import BLOCK_TOKENS
+
+if TYPE_CHECKING:
+    from flashmesh.kernels.config import ModelConfig
+    from flashmesh.kernels.pages import Pages, Slots
+    from flashmesh.kernels.weights import Weights
 
 Observer = Callable[[str, int, Tensor], None]
 """Told (name, layer, tensor) of intermediate results; tests only."""
@@ -376,4 +379,6 @@ class Model:
 
 def _stack_experts(config: ModelConfig, weights: Weights, layer: int) -> Experts:
     names = [f"layers.{layer}.ffn.experts.{e}." for e in range(config.n_routed_experts)]
-    return Experts(*(weights.stack(f"{name}{part}.weight" for name in names) for part in ("w1", "w2", "w3")))
+    return Experts(
+        *(weights.stack(f"{name}{part}.weight" for name in names) for part in ("w1", "w2", "w3"))
+    )

@@ -8,15 +8,18 @@ page and the last slot belong to nobody: rows that pad a step write there.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from flashmesh.errors import CorruptBlock, NoFreeBlocks
-from flashmesh.kernels.config import ModelConfig
-from flashmesh.kernels.layout import BlockLayout, SourceLayout
 from flashmesh.kernels.quantize import mxfp4_32, nvfp4_16, unpack_mxfp4_32, unpack_nvfp4_16
 from flashmesh.types import BLOCK_TOKENS
+
+if TYPE_CHECKING:
+    from flashmesh.kernels.config import ModelConfig
+    from flashmesh.kernels.layout import BlockLayout, SourceLayout
 
 RUN_ROWS = 128
 """Most rows of one session in a pass; longer runs are cut, which changes no bit."""
@@ -81,7 +84,9 @@ class Pages:
             for source in layout.sources
         }
 
-    def write(self, layer: int, page: Tensor, row: Tensor, latent: Tensor, index_key: Tensor) -> None:
+    def write(
+        self, layer: int, page: Tensor, row: Tensor, latent: Tensor, index_key: Tensor
+    ) -> None:
         """Quantises rows and stores them.
 
         Args:

@@ -6,13 +6,17 @@ it runs. Everything here is synchronous and belongs to the device thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from flashmesh.errors import InvalidRequest, PromptTooLong
 from flashmesh.kernels.door import Engine, RowRun, RunResult, Session, SessionPlan
-from flashmesh.replay import ReplayPlan
 from flashmesh.types import BLOCK_TOKENS, FinishReason, SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from flashmesh.replay import ReplayPlan
 
 
 @dataclass(slots=True)

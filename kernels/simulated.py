@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
-from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from flashmesh.errors import CorruptBlock, Incompatible, InvalidRequest, NoFreeBlocks
 from flashmesh.hashing import token_bytes
 from flashmesh.kernels.door import EngineStats, RowRun, RunResult, SessionPlan
 from flashmesh.types import BLOCK_TOKENS, ModelInfo, SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import TracebackType
 
 DIGEST_BYTES = 32
 

@@ -50,8 +50,8 @@ def measure(benchmarks: Mapping[str, Benchmark]) -> Iterator[Result]:
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    # Drawn between measurements only: a drawing thread would take the interpreter from an engine that
-    # is measured in this process.
+    # Drawn between measurements only: a drawing thread would take the interpreter from an engine
+    # that is measured in this process.
     with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as progress:
         for name, benchmark in benchmarks.items():
             task = progress.add_task(name, total=benchmark.num_steps)

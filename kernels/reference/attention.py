@@ -60,7 +60,9 @@ def index_scores(iq: Tensor, ik: Tensor, iw: Tensor) -> Tensor:
         dots = torch.mm(queries.reshape(-1, width), ik.t()).view(len(queries), num_heads, -1)
         dots.relu_()
         scores = dots[:, 0] * heads[:, 0:1]
-        for head in range(1, num_heads):  # one after the other: the order of this sum is part of the result
+        for head in range(
+            1, num_heads
+        ):  # one after the other: the order of this sum is part of the result
             scores.addcmul_(dots[:, head], heads[:, head : head + 1])
         parts.append(scores)
     return torch.cat(parts)[:num_rows]

@@ -7,11 +7,13 @@ others. Source of the formulas: the released model's configuration and inference
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from flashmesh.kernels.config import ModelConfig
+if TYPE_CHECKING:
+    from flashmesh.kernels.config import ModelConfig
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:

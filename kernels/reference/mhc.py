@@ -6,12 +6,16 @@ what the sub-layer before produced.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from flashmesh.kernels.reference.basics import linear
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 def coefficients(

@@ -21,7 +21,9 @@ class Experts:
     w3: Tensor
 
 
-def route(x: Tensor, gate: Tensor, bias: Tensor, count: int, scaling: float) -> tuple[Tensor, Tensor]:
+def route(
+    x: Tensor, gate: Tensor, bias: Tensor, count: int, scaling: float
+) -> tuple[Tensor, Tensor]:
     """Chooses experts and their weights.
 
     Args:
@@ -43,7 +45,9 @@ def route(x: Tensor, gate: Tensor, bias: Tensor, count: int, scaling: float) -> 
     return chosen, scaling * picked / (total + 1e-20)
 
 
-def swiglu(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, limit: float, weight: Tensor | None) -> Tensor:
+def swiglu(
+    x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, limit: float, weight: Tensor | None
+) -> Tensor:
     """One expert: x `[R, D]` to `[R, D]`; `weight` `[R, 1]` scales before w2."""
     g = linear(x, w1).clamp_(max=limit)
     u = linear(x, w3).clamp_(-limit, limit)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flashmesh import config
 from flashmesh.config import MeshConfig, ModelSection
@@ -19,6 +18,10 @@ from flashmesh.services.decode.publish import Publisher
 from flashmesh.services.decode.service import DecodeServicer
 from flashmesh.stepping import StepLoop, export_stats
 from flashmesh.v1 import decode_pb2_grpc
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+    from pathlib import Path
 
 
 def main(path: Path | None) -> None:

@@ -8,25 +8,30 @@ when the reader is slower than the steps. Whole blocks of accepted tokens go bac
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import TYPE_CHECKING
 
-import grpc.aio
 import prometheus_client
 
 from flashmesh.errors import Overloaded
-from flashmesh.kernels.door import Engine
 from flashmesh.kernels.sequence import DecodeSequence, PrefillSequence, check_tokens
-from flashmesh.kv_client import KvClient
-from flashmesh.objects import StoredObject
 from flashmesh.replay import ReplayPlan, plan_replay
 from flashmesh.rpc import remaining_s
-from flashmesh.services.decode.config import DecodeConfig
-from flashmesh.services.decode.publish import Publisher
-from flashmesh.stepping import StepLoop, Ticket
 from flashmesh.stored_chain import StoredChain, prefix_digest
 from flashmesh.types import BLOCK_TOKENS
 from flashmesh.v1 import decode_pb2, decode_pb2_grpc
 from flashmesh.wire import finish_to_proto, sampling_from_proto
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator, Sequence
+
+    import grpc.aio
+
+    from flashmesh.kernels.door import Engine
+    from flashmesh.kv_client import KvClient
+    from flashmesh.objects import StoredObject
+    from flashmesh.services.decode.config import DecodeConfig
+    from flashmesh.services.decode.publish import Publisher
+    from flashmesh.stepping import StepLoop, Ticket
 
 TOKENS = prometheus_client.Counter("flashmesh_decode_tokens_total", "Tokens emitted.")
 FETCHED = prometheus_client.Counter("flashmesh_decode_blocks_fetched_total", "Blocks fetched.")

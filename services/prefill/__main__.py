@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flashmesh import config
 from flashmesh.config import MeshConfig, ModelSection
@@ -17,6 +16,10 @@ from flashmesh.services.prefill.config import PrefillConfig
 from flashmesh.services.prefill.service import PrefillServicer
 from flashmesh.stepping import StepLoop, export_stats
 from flashmesh.v1 import prefill_pb2_grpc
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+    from pathlib import Path
 
 
 def main(path: Path | None) -> None:

@@ -9,21 +9,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
 
-import grpc.aio
 import prometheus_client
 
 from flashmesh.errors import InvalidRequest
-from flashmesh.kernels.door import Engine
 from flashmesh.kernels.sequence import PrefillSequence
-from flashmesh.kv_client import KvClient
 from flashmesh.rpc import remaining_s
-from flashmesh.services.prefill.config import PrefillConfig
-from flashmesh.stepping import StepLoop
 from flashmesh.stored_chain import StoredChain
 from flashmesh.types import BLOCK_TOKENS
 from flashmesh.v1 import prefill_pb2, prefill_pb2_grpc
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    import grpc.aio
+
+    from flashmesh.kernels.door import Engine
+    from flashmesh.kv_client import KvClient
+    from flashmesh.services.prefill.config import PrefillConfig
+    from flashmesh.stepping import StepLoop
 
 TOKENS = prometheus_client.Counter("flashmesh_prefill_tokens_total", "Prompt tokens computed.")
 BLOCKS = prometheus_client.Counter("flashmesh_prefill_blocks_total", "Blocks put into the store.")

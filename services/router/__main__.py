@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flashmesh import config
 from flashmesh.config import MeshConfig, ModelSection
@@ -21,6 +20,10 @@ from flashmesh.services.router.replicas import Replicas
 from flashmesh.services.router.service import RouterServicer
 from flashmesh.services.router.text import load_codec
 from flashmesh.v1 import router_pb2_grpc
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+    from pathlib import Path
 
 
 def main(path: Path | None) -> None:

@@ -12,8 +12,8 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import prometheus_client
 
@@ -26,16 +26,9 @@ from flashmesh.errors import (
     StaleEpoch,
     WorkerLost,
 )
-from flashmesh.hashing import BlockHash
-from flashmesh.index import IndexReader
-from flashmesh.kv_client import KvClient
-from flashmesh.registry import WorkerRecord
 from flashmesh.replay import ReplayPlan, plan_replay
 from flashmesh.rpc import Channels, remaining_s
 from flashmesh.runs import Place, place_runs
-from flashmesh.services.router.config import RouterConfig
-from flashmesh.services.router.leases import Leases
-from flashmesh.services.router.replicas import Replicas
 from flashmesh.services.router.streams import WorkerStream, read_beside
 from flashmesh.types import BLOCK_TOKENS, FinishReason, ModelInfo, SamplingParams
 from flashmesh.v1 import (
@@ -46,6 +39,17 @@ from flashmesh.v1 import (
     types_pb2,
 )
 from flashmesh.wire import finish_from_proto, sampling_to_proto
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterable, Sequence
+
+    from flashmesh.hashing import BlockHash
+    from flashmesh.index import IndexReader
+    from flashmesh.kv_client import KvClient
+    from flashmesh.registry import WorkerRecord
+    from flashmesh.services.router.config import RouterConfig
+    from flashmesh.services.router.leases import Leases
+    from flashmesh.services.router.replicas import Replicas
 
 log = logging.getLogger(__name__)
 
@@ -142,19 +146,23 @@ class Generation:
         plan = plan_replay(
             len(call.prompt), window=call.model.window, replay_tokens=config.replay_tokens
         )
+        if attempt:
+            await self._probe_nodes()
         chain, hashes, places = self._chain()
         stored = hashes[: plan.num_stored_blocks]
         hit = await self._stored_blocks(stored, places, trust_index=attempt == 0)
         if attempt == 0:
             self.cached_tokens = hit * BLOCK_TOKENS
         lease_id = f"{call.request_id}/{attempt}"
-        async with self.mesh.leases.hold(lease_id, places, stored):
-            async with contextlib.aclosing(self._stream(attempt, plan, hit, chain)) as stream:
-                async for chunk in stream:
-                    self._check_digest(chunk)
-                    finish = finish_from_proto(chunk.finish_reason)
-                    if chunk.token_ids or finish:
-                        yield Tokens(list(chunk.token_ids), list(chunk.logprobs), finish)
+        async with (
+            self.mesh.leases.hold(lease_id, places, stored),
+            contextlib.aclosing(self._stream(attempt, plan, hit, chain)) as stream,
+        ):
+            async for chunk in stream:
+                self._check_digest(chunk)
+                finish = finish_from_proto(chunk.finish_reason)
+                if chunk.token_ids or finish:
+                    yield Tokens(list(chunk.token_ids), list(chunk.logprobs), finish)
 
     def _chain(self) -> tuple[types_pb2.BlockChain, list[BlockHash], list[Place]]:
         call = self.call
@@ -169,7 +177,8 @@ class Generation:
             extras = hashing.encode_extras([(hashing.EXTRA_CACHE_SALT, call.cache_salt)])
         hashes = list(hashing.chain(root, call.prompt, extras))
         nodes = [(node.id, node.address) for node in self.mesh.replicas.nodes()]
-        places = place_runs(hashes, nodes)
+        answering = [node for node in nodes if node[0] not in self._failed]
+        places = place_runs(hashes, answering or nodes)
         message = types_pb2.BlockChain(
             root_hash=root,
             extras=extras,
@@ -184,6 +193,14 @@ class Generation:
             ],
         )
         return message, hashes, places
+
+    async def _probe_nodes(self) -> None:
+        """Finds kvstore nodes that the registry still lists and that do not answer any more."""
+        for node in self.mesh.replicas.nodes():
+            try:
+                await self.mesh.client.have(node.address, [])
+            except WorkerLost:
+                self._failed.add(node.id)
 
     async def _stored_blocks(
         self, hashes: Sequence[BlockHash], places: Sequence[Place], *, trust_index: bool
@@ -220,7 +237,7 @@ class Generation:
         self, attempt: int, plan: ReplayPlan, hit: int, chain: types_pb2.BlockChain
     ) -> AsyncIterator[decode_pb2.TokenChunk]:
         """Runs prefill where it pays and decode beside it; either one's failure ends both."""
-        call, model = self.call, self.call.model
+        model = self.call.model
         missing = plan.start - hit * BLOCK_TOKENS if plan.num_stored_blocks else 0
         prefill = None
         if missing >= self.mesh.config.prefill_min_tokens:

@@ -10,15 +10,19 @@ import asyncio
 import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import prometheus_client
 
 from flashmesh.errors import FlashmeshError, WorkerLost
-from flashmesh.hashing import BlockHash
-from flashmesh.kv_client import KvClient
-from flashmesh.runs import Place
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+    from flashmesh.hashing import BlockHash
+    from flashmesh.kv_client import KvClient
+    from flashmesh.runs import Place
 
 log = logging.getLogger(__name__)
 

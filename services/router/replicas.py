@@ -9,12 +9,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Set
+from typing import TYPE_CHECKING
 
 from flashmesh.errors import Incompatible, InvalidRequest, WorkerLost
-from flashmesh.registry import RegistryView, WorkerRecord
 from flashmesh.services.router.placement import ReplicaView, place
-from flashmesh.types import ModelInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Set
+
+    from flashmesh.registry import RegistryView, WorkerRecord
+    from flashmesh.types import ModelInfo
 
 _LOAD_KEY = {"prefill": "pending_rows", "decode": "num_sequences"}
 

@@ -6,18 +6,23 @@ import contextlib
 import dataclasses
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator
+from typing import TYPE_CHECKING
 
-import grpc.aio
 import prometheus_client
 
 from flashmesh.errors import InvalidRequest, Overloaded, PromptTooLong
 from flashmesh.services.router.generate import Call, Generation, Mesh
-from flashmesh.services.router.text import TextCodec
 from flashmesh.telemetry import request_id
-from flashmesh.types import ModelInfo, SamplingParams
 from flashmesh.v1 import router_pb2, router_pb2_grpc, types_pb2
 from flashmesh.wire import finish_to_proto, sampling_from_proto
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+
+    import grpc.aio
+
+    from flashmesh.services.router.text import TextCodec
+    from flashmesh.types import ModelInfo, SamplingParams
 
 REQUESTS = prometheus_client.Gauge("flashmesh_router_requests", "Requests being served.")
 TTFT = prometheus_client.Histogram(

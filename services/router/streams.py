@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import grpc.aio
 
 from flashmesh.errors import Overloaded, WorkerLost, from_rpc_error
-from flashmesh.registry import WorkerRecord
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from flashmesh.registry import WorkerRecord
 
 
 class WorkerStream:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from importlib import resources
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from flashmesh.config import ModelSection
 from flashmesh.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from flashmesh.config import ModelSection
 
 
 class TextCodec:

@@ -133,6 +133,4 @@ def test_a_replay_over_stored_rows_agrees(engine, cuts):
 def test_released_formats_load_to_the_values_of_their_dequantised_copy():
     plain, quantised = golden.golden_engine(), golden.golden_engine(quantized=True)
     tokens = golden.ids("s40")
-    assert torch.equal(
-        golden.full_forward(plain, tokens), golden.full_forward(quantised, tokens)
-    )
+    assert torch.equal(golden.full_forward(plain, tokens), golden.full_forward(quantised, tokens))

@@ -3,8 +3,10 @@
 import threading
 
 import pytest
+import redis
 from support.mesh import start_mesh
 from support.prompts import mesh_answer, offline_tokens, random_prompt
+from support.waiting import wait_until
 
 from flashmesh import errors
 from flashmesh.client import prompt_request
@@ -12,13 +14,6 @@ from flashmesh.kernels.simulated import SimulatedEngine
 from flashmesh.types import SamplingParams
 
 PARAMS = SamplingParams(max_tokens=400, temperature=1.0, seed=3)
-
-
-@pytest.fixture
-def mesh(tmp_path):
-    settings = {"model": {"sim_step_ms": 5.0}, "mesh": {"heartbeat_ttl_s": 2.0}}
-    with start_mesh(tmp_path, num_prefill=2, num_decode=2, overrides=settings) as mesh:
-        yield mesh
 
 
 def busy_decode(mesh):
@@ -67,8 +62,6 @@ def test_a_prefill_worker_that_dies_is_replaced_by_another(tmp_path):
             target=lambda: answers.append(mesh_answer(client, prompt, params)[0])
         )
         thread.start()
-        from support.waiting import wait_until
-
         busy = []
 
         def one_is_busy():
@@ -100,6 +93,36 @@ def test_without_prefill_workers_decode_computes_the_prompt_itself(tmp_path):
 
 def test_without_decode_workers_the_error_says_so(tmp_path):
     settings = {"router": {"worker_wait_s": 0.2}}
-    with start_mesh(tmp_path, num_decode=0, overrides=settings) as mesh, mesh.client() as client:
-        with pytest.raises(errors.WorkerLost, match="no decode worker"):
-            list(client.generate(prompt_request([5], SamplingParams(max_tokens=1), seed=1)))
+    request = prompt_request([5], SamplingParams(max_tokens=1), seed=1)
+    with (
+        start_mesh(tmp_path, num_decode=0, overrides=settings) as mesh,
+        mesh.client() as client,
+        pytest.raises(errors.WorkerLost, match="no decode worker"),
+    ):
+        list(client.generate(request))
+
+
+def test_a_kvstore_node_that_dies_costs_its_blocks_and_no_request(tmp_path):
+    prompt, params = random_prompt(1000, seed=4), SamplingParams(max_tokens=5)
+    expected = offline_tokens(SimulatedEngine(), prompt, params)
+    with start_mesh(tmp_path, num_kvstore=2) as mesh, mesh.client() as client:
+        assert mesh_answer(client, prompt, params)[0] == expected
+        (owner,) = (
+            name for name in mesh.names("kvstore") if mesh.metrics(name)["flashmesh_kv_blocks"]
+        )
+        mesh.kill(owner)
+        assert mesh_answer(client, prompt, params)[0] == expected
+        (other,) = (name for name in mesh.names("kvstore") if name != owner)
+        assert mesh.metrics(other)["flashmesh_kv_blocks"] >= 6
+
+
+def test_without_redis_requests_go_on_with_the_workers_last_known(tmp_path):
+    prompt, params = random_prompt(1000, seed=5), SamplingParams(max_tokens=5)
+    expected = offline_tokens(SimulatedEngine(), prompt, params)
+    with start_mesh(tmp_path) as mesh, mesh.client() as client:
+        assert mesh_answer(client, prompt, params)[0] == expected
+        with redis.Redis.from_url(mesh.redis_url) as server:
+            server.shutdown(nosave=True)
+        tokens, usage = mesh_answer(client, prompt, params)
+    assert tokens == expected
+    assert usage.cached_tokens == 0

@@ -180,17 +180,17 @@ def test_a_deadline_ends_the_request_everywhere(client):
 
 
 BAD_REQUESTS = {
-    "empty prompt": (dict(prompt=[]), "no prompt|prompt is empty"),
-    "empty text": (dict(prompt=""), "prompt is empty"),
-    "token out of range": (dict(prompt=[1, VOCAB_END := 4096]), "4096 at position 1"),
-    "negative max_tokens": (dict(prompt=[5], max_tokens=-1), "max_tokens must be at least 1"),
-    "zero max_tokens": (dict(prompt=[5], max_tokens=0), "max_tokens must be at least 1"),
-    "temperature": (dict(prompt=[5], temperature=-0.5), "temperature"),
-    "nan": (dict(prompt=[5], temperature=float("nan")), "temperature"),
-    "top_p": (dict(prompt=[5], top_p=0.0), "top_p"),
-    "stop token": (dict(prompt=[5], stop_token_ids=[VOCAB_END]), "stop token id 4096"),
-    "unknown model": (dict(prompt=[5], model="other"), "'other' is not served"),
-    "too long": (dict(prompt=[5] * 10, max_tokens=2**31 - 1), "exceed the context"),
+    "empty prompt": ({"prompt": []}, "no prompt|prompt is empty"),
+    "empty text": ({"prompt": ""}, "prompt is empty"),
+    "token out of range": ({"prompt": [1, VOCAB_END := 4096]}, "4096 at position 1"),
+    "negative max_tokens": ({"prompt": [5], "max_tokens": -1}, "max_tokens must be at least 1"),
+    "zero max_tokens": ({"prompt": [5], "max_tokens": 0}, "max_tokens must be at least 1"),
+    "temperature": ({"prompt": [5], "temperature": -0.5}, "temperature"),
+    "nan": ({"prompt": [5], "temperature": float("nan")}, "temperature"),
+    "top_p": ({"prompt": [5], "top_p": 0.0}, "top_p"),
+    "stop token": ({"prompt": [5], "stop_token_ids": [VOCAB_END]}, "stop token id 4096"),
+    "unknown model": ({"prompt": [5], "model": "other"}, "'other' is not served"),
+    "too long": ({"prompt": [5] * 10, "max_tokens": 2**31 - 1}, "exceed the context"),
 }
 
 
@@ -238,7 +238,7 @@ def test_a_message_of_100_mb_is_refused(mesh):
 
 def test_the_request_id_is_on_every_hop_and_the_prompt_on_none(mesh, client):
     request = prompt_request("a secret prompt", SamplingParams(max_tokens=2), seed=1)
-    request_id = list(client.generate(request))[0].request_id
+    request_id = next(iter(client.generate(request))).request_id
     prompt = random_prompt(1000, seed=10)
     responses = list(client.generate(prompt_request(prompt, SamplingParams(max_tokens=2), seed=1)))
     long_id = responses[0].request_id

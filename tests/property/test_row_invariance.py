@@ -172,9 +172,7 @@ def naive_top(row, allowed, count):
 values = st.sampled_from([0.0, -0.0, 1.0, -1.0, 0.5, float("inf"), float("-inf")])
 
 
-@given(
-    row=st.lists(values, min_size=1, max_size=40), count=st.integers(1, 12), data=st.data()
-)
+@given(row=st.lists(values, min_size=1, max_size=40), count=st.integers(1, 12), data=st.data())
 def test_selection_breaks_every_tie_by_index(row, count, data):
     allowed = data.draw(st.lists(st.booleans(), min_size=len(row), max_size=len(row)))
     got = top_rows(torch.tensor([row]), torch.tensor([allowed]), count)[0].tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import secrets
 from typing import TYPE_CHECKING
@@ -113,3 +114,10 @@ async def running_node(
             store.index = IndexWriter(redis, mesh, epoch, store.inventory)
             await stack.enter_async_context(background(store.index.run()))
         yield Node(store, epoch, f"127.0.0.1:{port}", channels)
+
+
+async def until(condition):
+    """Lets the loop run until a condition holds."""
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from typing import TYPE_CHECKING
 
 from flashmesh.client import RouterClient, prompt_request
-from flashmesh.kernels.door import Engine
 from flashmesh.kernels.generate import GeneratedToken, generate_offline
-from flashmesh.types import SamplingParams
+
+if TYPE_CHECKING:
+    from flashmesh.kernels.door import Engine
+    from flashmesh.types import SamplingParams
 
 VOCAB = 4096
 

@@ -20,9 +20,7 @@ def sequence(engine, prompt, max_tokens):
 
 
 def alone(prompt, max_tokens):
-    items = list(
-        generate_offline(SimulatedEngine(), prompt, SamplingParams(max_tokens=max_tokens))
-    )
+    items = list(generate_offline(SimulatedEngine(), prompt, SamplingParams(max_tokens=max_tokens)))
     assert items.pop() is FinishReason.LENGTH
     return [item.token for item in items]
 

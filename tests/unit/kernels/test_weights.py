@@ -228,7 +228,7 @@ def test_an_unknown_tensor_is_refused(values, tmp_path):
 
 
 def test_a_tensor_that_occurs_twice_is_refused(values, tmp_path):
-    folder = single(tmp_path, values | {"model.norm.weight": values["norm.weight"]})
+    folder = single(tmp_path, values | {"model.norm.weight": values["norm.weight"].clone()})
     assert "norm.weight is there twice" in refusal(folder)
 
 
