@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from flashmesh.errors import ConfigError, WorkerLost
 
@@ -96,7 +98,8 @@ def _dying_with_us(argv: list[str]) -> list[str]:
 
 def _wait_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
     deadline = time.monotonic() + START_LIMIT_S
-    with contextlib.closing(redis.Redis.from_url(url)) as client:
+    once = Retry(NoBackoff(), 0)  # we ask again ourselves, without the client's long pauses
+    with contextlib.closing(redis.Redis.from_url(url, retry=once)) as client:
         while True:
             with contextlib.suppress(redis.RedisError):
                 if client.ping():

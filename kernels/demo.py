@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
 import tempfile
 from importlib import resources
@@ -172,7 +173,8 @@ def _write_shards(folder: Path, config: ModelConfig, seed: int) -> None:
         if scale is not None:
             shard[scale_name(spec.name)] = scale.contiguous()
         assert tuple(weight.shape) == stored(spec.kind, spec.shape).shape
-    weight_map, total = {}, 0
+    weight_map: dict[str, str] = {}
+    total = 0
     for number, values in enumerate(shards.values(), 1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         save_file(values, folder / name)
@@ -197,5 +199,5 @@ def _values(spec: TensorSpec, config: ModelConfig, seed: int) -> Tensor:
         return 0.2 * noise
     if name in ("embed.weight", "head.weight") or "engram.embed" in name or "markov" in name:
         # Logits a few units wide, so that neither one token nor chance decides everything.
-        return noise * (1.0 if name != "head.weight" else 3 * config.hidden_size**-0.5)
-    return noise * spec.shape[-1] ** -0.5
+        return noise * (1.0 if name != "head.weight" else 3 * math.pow(config.hidden_size, -0.5))
+    return noise * math.pow(spec.shape[-1], -0.5)

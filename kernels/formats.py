@@ -53,8 +53,8 @@ def stored(kind: Kind, shape: tuple[int, ...]) -> Stored:
     return Stored("I8", (rows, columns // 2), (rows, _tiles(columns)))
 
 
-def _tiles(size: int) -> int:
-    return -(-size // TILE)
+def _tiles(size: int, tile: int = TILE) -> int:
+    return -(-size // tile)
 
 
 def expand(kind: Kind, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
@@ -113,7 +113,7 @@ def _tile_maxima(values: torch.Tensor, rows_of_tile: int) -> torch.Tensor:
     rows, columns = values.shape
     padding = (0, -columns % TILE, 0, -rows % rows_of_tile)
     padded = torch.nn.functional.pad(values.abs(), padding)
-    return padded.unflatten(0, (-1, rows_of_tile)).unflatten(2, (-1, TILE)).amax(dim=(1, 3))
+    return padded.view(_tiles(rows, rows_of_tile), rows_of_tile, -1, TILE).amax(dim=(1, 3))
 
 
 def _scale_exponents(maxima: torch.Tensor, limit: float) -> torch.Tensor:

@@ -18,7 +18,7 @@ from flashmesh.kernels.engram import EngramHash, inject
 from flashmesh.kernels.quantize import fp8_32, mxfp4_32
 from flashmesh.kernels.reference import mhc
 from flashmesh.kernels.reference.attention import attend, index_scores
-from flashmesh.kernels.reference.basics import angles, frequencies, linear, rms_norm, rotate
+from flashmesh.kernels.reference.basics import frequencies, linear, rms_norm, rotate_, turns
 from flashmesh.kernels.reference.moe import Experts, route, routed, swiglu
 from flashmesh.kernels.reference.select import candidate_mask, top_rows
 from flashmesh.kernels.shapes import TILE
@@ -103,7 +103,7 @@ class _Pass:
 
     rows: Rows
     low: Tensor
-    turns: dict[bool, tuple[Tensor, Tensor]]
+    turn: dict[bool, Tensor]
     window_index: Tensor
     window_present: Tensor
     selections: dict[int, _Selection] = field(default_factory=dict)
@@ -181,7 +181,7 @@ class Model:
         return _Pass(
             rows,
             low,
-            {kind: angles(rows.pos, f) for kind, f in self._frequencies.items()},
+            {kind: turns(rows.pos, f) for kind, f in self._frequencies.items()},
             positions.clamp(min=0) % self._slots.ring,
             positions >= low.unsqueeze(1),
         )
@@ -234,16 +234,16 @@ class Model:
     def _attention(self, layer: int, state: _Pass, x: Tensor) -> Tensor:
         c, w, prefix = self.config, self._w, f"layers.{layer}.attn."
         ratio = c.ratio(layer)
-        cos, sin = state.turns[ratio > 0]
+        turn = state.turn[ratio > 0]
         latent = rms_norm(
             linear(x, w[prefix + "wq_a.weight"]), w[prefix + "q_norm.weight"], c.rms_norm_eps
         )
         q = linear(latent, w[prefix + "wq_b.weight"]).view(-1, c.num_attention_heads, c.head_dim)
-        q = rotate(q, cos, sin)
+        rotate_(q, turn)
         row = rms_norm(
             linear(x, w[prefix + "wkv.weight"]), w[prefix + "kv_norm.weight"], c.rms_norm_eps
         )
-        row = fp8_32(rotate(row, cos, sin))
+        row = fp8_32(rotate_(row, turn))
         self.observe("window_kv", layer, row)
         keys, present = self._window(layer, state, row)
         if ratio:
@@ -256,7 +256,7 @@ class Model:
             keys = torch.cat((keys, selected.keys), 1)
             present = torch.cat((present, selected.present), 1)
         out = attend(q, keys, present, w[prefix + "attn_sink"], c.head_dim**-0.5)
-        return self._project(prefix, rotate(out, cos, sin, inverse=True))
+        return self._project(prefix, rotate_(out, turn.conj()))
 
     def _window(self, layer: int, state: _Pass, row: Tensor) -> tuple[Tensor, Tensor]:
         """Stores the pass's window rows and gathers what each row sees: `[R, W, E]`, oldest first."""
@@ -283,7 +283,7 @@ class Model:
             latent = self._pair(layer, rows, latent, gate)
         latent = rms_norm(latent, w[prefix + "compressor.norm.weight"], c.rms_norm_eps)
         # A group stands at the position of its first token.
-        turns = angles(rows.pos // ratio * ratio, self._frequencies[True])
+        turn = turns(rows.pos // ratio * ratio, self._frequencies[True])
         key = rms_norm(
             linear(latent, w[prefix + "indexer.wk.weight"]),
             w[prefix + "indexer.k_norm.weight"],
@@ -292,7 +292,8 @@ class Model:
         complete = rows.pos % ratio == ratio - 1
         page = torch.where(complete, rows.page, self._pages.nobody)
         place = rows.pos % BLOCK_TOKENS // ratio
-        self._pages.write(layer, page, place, rotate(latent, *turns), rotate(key, *turns))
+        # Rotated last and in place: the index key is made from the unrotated latent.
+        self._pages.write(layer, page, place, rotate_(latent, turn), rotate_(key, turn))
 
     def _pair(self, layer: int, rows: Rows, latent: Tensor, gate: Tensor) -> Tensor:
         """Joins every row with the token before it, which may have come in an earlier pass."""
@@ -314,7 +315,7 @@ class Model:
         c, w, prefix = self.config, self._w, f"layers.{layer}.attn.indexer."
         source = self._pages.sources[c.kv_source(layer)]
         iq = linear(latent, w[prefix + "wq_b.weight"])
-        iq = rotate(iq.view(-1, c.index_n_heads, c.index_head_dim), *state.turns[True])
+        iq = rotate_(iq.view(-1, c.index_n_heads, c.index_head_dim), state.turn[True])
         iq = mxfp4_32(iq)[2]
         iw = linear(x, w[prefix + "weights_proj.weight"])
         iw = iw * (c.index_head_dim**-0.5 * c.index_n_heads**-0.5)

@@ -103,7 +103,7 @@ def _largest(row: NDArray[np.float32], ids: Ids, count: int) -> Ids:
     values = row[ids]
     # Only the threshold is taken: in which order partition leaves equal values is undefined.
     threshold = np.partition(values, len(values) - count)[len(values) - count]
-    kept = values > threshold
+    kept: NDArray[np.bool_] = values > threshold
     tied = np.flatnonzero(values == threshold)
     kept[tied[: count - int(kept.sum())]] = True
     return ids[kept]
@@ -153,7 +153,8 @@ def gumbel(seed: int, choice: int, position: int, ids: Ids) -> NDArray[np.float6
     words[3] = _TOKEN_NOISE
     drawn = philox(words, (seed & 0xFFFFFFFF, seed >> 32))[ids % 4, index]
     uniform = (drawn.astype(np.float64) + 0.5) / 2.0**32  # never 0 or 1
-    return -np.log(-np.log(uniform))
+    noise: NDArray[np.float64] = -np.log(-np.log(uniform))
+    return noise
 
 
 def philox(counter: Words, key: tuple[int, int]) -> Words:

@@ -51,26 +51,23 @@ def _corner(turns: float, dims: int, theta: float, length: int) -> float:
     return dims * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
 
-def angles(positions: Tensor, frequency: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns cosine and sine `[R, P/2]` of positions int64 `[R]`."""
+def turns(positions: Tensor, frequency: Tensor) -> Tensor:
+    """Returns the unit complex numbers `[R, P/2]` that rotate rows at positions int64 `[R]`."""
     theta = positions.float().unsqueeze(1) * frequency
-    return theta.cos(), theta.sin()
+    return torch.complex(theta.cos(), theta.sin())
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tensor:
-    """Rotates the last P values of every row, as adjacent pairs; the values before them stay.
+def rotate_(x: Tensor, turn: Tensor) -> Tensor:
+    """Rotates the last P values of every row in place, as adjacent pairs; the values before them stay.
 
     Args:
-        x: `[R, n]` or `[R, heads, n]`.
-        cos, sin: `[R, P/2]`.
-        inverse: rotate back.
+        x: fp32 `[R, n]` or `[R, heads, n]`, contiguous.
+        turn: `[R, P/2]` from `turns`; its conjugate rotates back.
+
+    Returns:
+        x.
     """
-    half = cos.shape[-1]
-    if x.dim() == 3:
-        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    if inverse:
-        sin = -sin
-    still, turned = x.split([x.shape[-1] - 2 * half, 2 * half], -1)
-    even, odd = turned[..., 0::2], turned[..., 1::2]
-    pairs = torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1)
-    return torch.cat((still, pairs.flatten(-2)), -1)
+    half = turn.shape[-1]
+    pairs = torch.view_as_complex(x[..., x.shape[-1] - 2 * half :].unflatten(-1, (half, 2)))
+    pairs.mul_(turn if x.dim() == 2 else turn.unsqueeze(1))
+    return x

@@ -80,15 +80,10 @@ def _sum_of_four(parts: list[NDArray[np.float32]], out: NDArray[np.float32]) -> 
 
 def collapse(streams: Tensor, pre: Tensor) -> Tensor:
     """Returns the weighted sum `[R, D]` of the streams."""
-    x = streams
-    return ((pre[:, 0:1] * x[:, 0] + pre[:, 1:2] * x[:, 1]) + pre[:, 2:3] * x[:, 2]) + pre[
-        :, 3:4
-    ] * x[:, 3]
+    return torch.bmm(pre.unsqueeze(1), streams).squeeze(1)
 
 
 def spread(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """Returns the streams `[R, 4, D]` after a sub-layer with output y `[R, D]`."""
-    out = post.unsqueeze(2) * y.unsqueeze(1)
-    for source in range(4):
-        out += comb[:, source].unsqueeze(2) * streams[:, source].unsqueeze(1)
-    return out
+    mixed = torch.bmm(comb.transpose(1, 2), streams)
+    return mixed.addcmul_(post.unsqueeze(2), y.unsqueeze(1))

@@ -109,7 +109,6 @@ async def test_a_node_takes_back_only_its_own_claims(client, reader):
     two = IndexWriter(client, "test", b"2" * 16, lambda: [(run, chain.hashes[1])])
     for writer in (one, two):
         async with background(writer.run()):
-            await until(lambda: not writer._changes)
             while not await client.exists(writer._sentinel):
                 await asyncio.sleep(0)
     await one.withdraw()

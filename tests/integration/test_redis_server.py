@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 from support.waiting import wait_until
 
 from flashmesh import redis_server
@@ -48,7 +50,9 @@ def test_a_password_is_required_where_one_is_set(tmp_path):
     with private_redis(tmp_path, password="s3cret") as url:
         assert pid_of(url)
         with (
-            redis.Redis(unix_socket_path=url.rpartition("@")[2]) as client,
+            redis.Redis(
+                unix_socket_path=url.rpartition("@")[2], retry=Retry(NoBackoff(), 0)
+            ) as client,
             pytest.raises(redis.AuthenticationError),
         ):
             client.ping()

@@ -1,5 +1,7 @@
 """The block table against a naive model: bytes are conserved, leases hold, leaves go first."""
 
+import dataclasses
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -8,12 +10,12 @@ from support.kv import Chain
 from flashmesh.errors import NoFreeBlocks, Overloaded
 from flashmesh.services.kvstore.blocks import BlockTable
 
-CHAINS = [Chain(6, seed=seed, payload_bytes=400 + 200 * seed) for seed in range(3)]
+CHAINS = [Chain(5, seed=seed, payload_bytes=400 + 400 * seed) for seed in range(2)]
 OBJECTS = [item for chain in CHAINS for item in chain.objects]
-CAPACITY_BYTES, MAX_LEASED_BYTES = 6000, 4000
+CAPACITY_BYTES, MAX_LEASED_BYTES = 4000, 2400
 
 indices = st.integers(0, len(OBJECTS) - 1)
-hash_lists = st.lists(indices, max_size=8).map(lambda found: [OBJECTS[i].hash for i in found])
+hash_lists = st.lists(indices, max_size=5).map(lambda found: [OBJECTS[i].hash for i in found])
 lease_ids = st.sampled_from("abc")
 ttls = st.integers(1, 5)
 
@@ -30,8 +32,10 @@ class TableAndModel(RuleBasedStateMachine):
             capacity_bytes=CAPACITY_BYTES,
             max_leased_bytes=MAX_LEASED_BYTES,
             clock=lambda: self.now_s,
-            on_evict=self.on_evict,
+            on_evict=self.on_drop,
         )
+        self.rotten = None
+        self.put(0)  # so that the table knows the size of a block
 
     def leased(self):
         return {hash for hashes, _ in self.leases.values() for hash in hashes}
@@ -39,7 +43,10 @@ class TableAndModel(RuleBasedStateMachine):
     def leased_bytes(self):
         return sum(len(self.stored[hash].data) for hash in self.leased() & self.stored.keys())
 
-    def on_evict(self, item):
+    def on_drop(self, item):
+        if item.hash == self.rotten:
+            del self.stored[item.hash]
+            return
         assert item.hash not in self.leased(), "a leased block was evicted"
         children = [other for other in self.stored.values() if other.parent == item.hash]
         assert all(child.hash in self.leased() for child in children), "a leaf was left behind"
@@ -59,6 +66,20 @@ class TableAndModel(RuleBasedStateMachine):
         except NoFreeBlocks:
             assert not fits
             assert self.stored == before, "refused, but something was evicted for it"
+
+    @rule(index=indices)
+    def a_stored_block_rots_and_is_reported(self, index):
+        item = OBJECTS[index]
+        if item.hash in self.stored:
+            bad = dataclasses.replace(item, data=item.data[:-1] + b"\xff")
+            self.table._objects[item.hash] = bad
+            self.rotten = item.hash
+            assert self.table.quarantine(item.hash)
+            self.rotten = None
+
+    @rule(index=indices)
+    def a_good_block_is_reported(self, index):
+        assert not self.table.quarantine(OBJECTS[index].hash)
 
     @rule(hashes=hash_lists)
     def touch(self, hashes):
@@ -110,4 +131,4 @@ class TableAndModel(RuleBasedStateMachine):
 
 
 TestTableAndModel = TableAndModel.TestCase
-TestTableAndModel.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestTableAndModel.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
