@@ -43,6 +43,9 @@ class MeshConfig:
         token: secret that every call inside the mesh and every client carries.
         token_file: where to read `token` from.
         log_level: DEBUG, INFO, WARNING or ERROR.
+        heartbeat_interval_s: how often a process renews its registry record.
+        heartbeat_ttl_s: how long a record outlives its last renewal; a worker that died gets new work until then.
+        drain_grace_s: how long running calls may take to end after SIGTERM.
     """
 
     name: str = "local"
@@ -90,6 +93,8 @@ class ModelSection:
         engine: "reference" computes; "simulated" plays the protocol without tensors (tests, scale runs).
         cache_dir: where the built-in checkpoint is made.
         threads: CPU threads of a worker's engine; part of its numerics id.
+        sim_step_ms: time of a step of the simulated engine.
+        sim_row_ms: time of each of its rows.
     """
 
     path: str = "demo"
