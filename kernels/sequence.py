@@ -14,7 +14,7 @@ from flashmesh.kernels.door import Engine, RowRun, RunResult, Session, SessionPl
 from flashmesh.types import BLOCK_TOKENS, FinishReason, SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from flashmesh.replay import ReplayPlan
 
@@ -211,16 +211,16 @@ class DecodeSequence:
             self._session.close()
 
 
-def check_tokens(tokens: Iterable[int], engine: Engine) -> None:
+def check_tokens(tokens: Sequence[int], engine: Engine) -> None:
     """Refuses ids that the model does not have.
 
     Raises:
         InvalidRequest: names the first bad id.
     """
     vocab = engine.info.vocab_size
-    for position, token in enumerate(tokens):
-        if not 0 <= token < vocab:
-            raise InvalidRequest(f"token id {token} at position {position} is not in [0, {vocab})")
+    if tokens and not 0 <= min(tokens) <= max(tokens) < vocab:
+        place = next(i for i, token in enumerate(tokens) if not 0 <= token < vocab)
+        raise InvalidRequest(f"token id {tokens[place]} at position {place} is not in [0, {vocab})")
 
 
 def open_session(

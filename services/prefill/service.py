@@ -7,7 +7,6 @@ next step; what is stored stays.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from typing import TYPE_CHECKING
 
@@ -70,7 +69,6 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                     TOKENS.inc(len(blocks) * BLOCK_TOKENS)
                     BLOCKS.inc(len(blocks))
                     yield prefill_pb2.PrefillProgress(stored_blocks=stored)
-                await asyncio.sleep(0)
 
 
 def check_span(hit_tokens: int, num_tokens: int) -> None:

@@ -10,27 +10,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import prometheus_client
 
-from flashmesh import hashing
 from flashmesh.errors import (
     BlockNotFound,
     CorruptBlock,
-    FlashmeshError,
     Overloaded,
     StaleEpoch,
     WorkerLost,
 )
 from flashmesh.replay import ReplayPlan, plan_replay
 from flashmesh.rpc import Channels, remaining_s
-from flashmesh.runs import Place, place_runs
+from flashmesh.services.router.prefix import Call, Prefix
+from flashmesh.services.router.replicas import Replicas, numerics_of
 from flashmesh.services.router.streams import WorkerStream, read_beside
-from flashmesh.types import BLOCK_TOKENS, FinishReason, ModelInfo, SamplingParams
+from flashmesh.types import BLOCK_TOKENS, FinishReason
 from flashmesh.v1 import (
     decode_pb2,
     decode_pb2_grpc,
@@ -41,15 +39,13 @@ from flashmesh.v1 import (
 from flashmesh.wire import finish_from_proto, sampling_to_proto
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Sequence
+    from collections.abc import AsyncIterator
 
-    from flashmesh.hashing import BlockHash
     from flashmesh.index import IndexReader
     from flashmesh.kv_client import KvClient
     from flashmesh.registry import WorkerRecord
     from flashmesh.services.router.config import RouterConfig
     from flashmesh.services.router.leases import Leases
-    from flashmesh.services.router.replicas import Replicas
 
 log = logging.getLogger(__name__)
 
@@ -62,19 +58,8 @@ ATTEMPTS = prometheus_client.Counter(
 )
 INEXACT = prometheus_client.Counter(
     "flashmesh_router_failover_inexact_total",
-    "Streams that went on over other bytes than they began with.",
+    "Streams that went on over other bytes, or on other arithmetic, than they began with.",
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """A validated request: nothing below checks it again."""
-
-    request_id: str
-    model: ModelInfo
-    prompt: Sequence[int]
-    params: SamplingParams
-    cache_salt: bytes = b""
 
 
 @dataclass(slots=True)
@@ -112,6 +97,7 @@ class Generation:
     cached_tokens: int = 0
     emitted: list[int] = field(default_factory=list)
     _digest: bytes | None = None
+    _numerics: str = ""
     _failed: set[str] = field(default_factory=set)
 
     async def run(self) -> AsyncIterator[Tokens]:
@@ -148,51 +134,25 @@ class Generation:
         )
         if attempt:
             await self._probe_nodes()
-        chain, hashes, places = self._chain()
-        stored = hashes[: plan.num_stored_blocks]
-        hit = await self._stored_blocks(stored, places, trust_index=attempt == 0)
+        nodes = self.mesh.replicas.nodes()
+        answering = [node for node in nodes if node.id not in self._failed]
+        prefix = Prefix(call, plan.num_stored_blocks, answering or nodes)
+        if attempt:  # the index has just been wrong, or is about to be
+            hit = await prefix.count_present(self.mesh.client)
+        else:
+            hit = await prefix.count_indexed(self.mesh.index)
         if attempt == 0:
             self.cached_tokens = hit * BLOCK_TOKENS
         lease_id = f"{call.request_id}/{attempt}"
         async with (
-            self.mesh.leases.hold(lease_id, places, stored),
-            contextlib.aclosing(self._stream(attempt, plan, hit, chain)) as stream,
+            self.mesh.leases.hold(lease_id, prefix.places, prefix.hashes),
+            contextlib.aclosing(self._stream(attempt, plan, hit, prefix.chain)) as stream,
         ):
             async for chunk in stream:
                 self._check_digest(chunk)
                 finish = finish_from_proto(chunk.finish_reason)
                 if chunk.token_ids or finish:
                     yield Tokens(list(chunk.token_ids), list(chunk.logprobs), finish)
-
-    def _chain(self) -> tuple[types_pb2.BlockChain, list[BlockHash], list[Place]]:
-        call = self.call
-        root = hashing.root_hash(
-            fingerprint=call.model.fingerprint,
-            layout_id=call.model.layout_id,
-            gemm_quantized=False,
-            tenant_salt=b"",
-        )
-        extras = b""
-        if call.cache_salt:
-            extras = hashing.encode_extras([(hashing.EXTRA_CACHE_SALT, call.cache_salt)])
-        hashes = list(hashing.chain(root, call.prompt, extras))
-        nodes = [(node.id, node.address) for node in self.mesh.replicas.nodes()]
-        answering = [node for node in nodes if node[0] not in self._failed]
-        places = place_runs(hashes, answering or nodes)
-        message = types_pb2.BlockChain(
-            root_hash=root,
-            extras=extras,
-            places=[
-                types_pb2.BlockPlace(
-                    node_id=place.node_id,
-                    address=place.address,
-                    first_block=place.first_block,
-                    num_blocks=place.num_blocks,
-                )
-                for place in places
-            ],
-        )
-        return message, hashes, places
 
     async def _probe_nodes(self) -> None:
         """Finds kvstore nodes that the registry still lists and that do not answer any more."""
@@ -201,37 +161,6 @@ class Generation:
                 await self.mesh.client.have(node.address, [])
             except WorkerLost:
                 self._failed.add(node.id)
-
-    async def _stored_blocks(
-        self, hashes: Sequence[BlockHash], places: Sequence[Place], *, trust_index: bool
-    ) -> int:
-        """Returns how many leading blocks are stored: from the index first, after a failure from the nodes."""
-        if not hashes:
-            return 0
-        try:
-            if trust_index:
-                return await self._indexed(hashes, places)
-            return await self._present(hashes, places)
-        except FlashmeshError as error:
-            log.warning("going on without hits", extra={"error": str(error)})
-            return 0
-
-    async def _indexed(self, hashes: Sequence[BlockHash], places: Sequence[Place]) -> int:
-        epochs = {node.id: bytes.fromhex(node.epoch)[:8] for node in self.mesh.replicas.nodes()}
-        found = await self.mesh.index.longest_prefix(hashes, set(epochs.values()))
-        # A block helps only on the node that the run is placed on now: workers look nowhere else.
-        wanted = [epochs.get(p.node_id) for p in places for _ in range(p.num_blocks)]
-        return _leading(owner == node for owner, node in zip(found, wanted, strict=False))
-
-    async def _present(self, hashes: Sequence[BlockHash], places: Sequence[Place]) -> int:
-        total = 0
-        for place in places:
-            part = hashes[place.first_block : place.first_block + place.num_blocks]
-            present = _leading(await self.mesh.client.have(place.address, part)) if part else 0
-            total += present
-            if present < place.num_blocks:
-                break
-        return total
 
     async def _stream(
         self, attempt: int, plan: ReplayPlan, hit: int, chain: types_pb2.BlockChain
@@ -242,9 +171,6 @@ class Generation:
         prefill = None
         if missing >= self.mesh.config.prefill_min_tokens:
             prefill = self.mesh.replicas.choose("prefill", model, missing, self._failed)
-        decode = self.mesh.replicas.choose("decode", model, 1, self._failed)
-        if decode is None:
-            raise WorkerLost("no decode worker is registered")
         prefilling: WorkerStream | None = None
         async with contextlib.AsyncExitStack() as stack:
             if prefill is not None:
@@ -253,6 +179,7 @@ class Generation:
                     self._open(prefill, self._prefill_request(attempt, plan, hit, chain))
                 )
                 await prefilling.read()  # decode is placed when prefill has begun
+            decode = self._choose_decode()
             stack.enter_context(self.mesh.replicas.dispatched(decode, 1))
             decoding = await stack.enter_async_context(
                 self._open(decode, self._decode_request(attempt, hit, chain, prefill is not None))
@@ -260,6 +187,17 @@ class Generation:
             async with contextlib.aclosing(read_beside(decoding, prefilling)) as chunks:
                 async for chunk in chunks:
                     yield chunk
+
+    def _choose_decode(self) -> WorkerRecord:
+        """Places the sequence; one that has emitted tokens stays on arithmetic that gives the same bits."""
+        numerics = self._numerics if self.emitted else ""
+        decode = self.mesh.replicas.choose("decode", self.call.model, 1, self._failed, numerics)
+        if decode is None:
+            raise WorkerLost("no decode worker is registered")
+        if numerics and numerics_of(decode) != numerics:
+            INEXACT.inc()
+        self._numerics = numerics_of(decode)
+        return decode
 
     def _open(
         self, worker: WorkerRecord, request: prefill_pb2.PrefillRequest | decode_pb2.DecodeRequest
@@ -306,8 +244,3 @@ class Generation:
         if self.emitted and self._digest not in (None, chunk.prefix_digest):
             INEXACT.inc()
         self._digest = chunk.prefix_digest
-
-
-def _leading(flags: Iterable[bool]) -> int:
-    """Counts the True values before the first False one."""
-    return sum(1 for _ in itertools.takewhile(bool, flags))

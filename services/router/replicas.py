@@ -72,9 +72,20 @@ class Replicas:
         return nodes
 
     def choose(
-        self, role: str, model: ModelInfo, added: float, avoid: Set[str]
+        self, role: str, model: ModelInfo, added: float, avoid: Set[str], numerics: str = ""
     ) -> WorkerRecord | None:
-        """Places a request; None where no worker of the role serves the model."""
+        """Places a request.
+
+        Args:
+            role: "prefill" or "decode".
+            model: that the worker must hold.
+            added: load that the request brings.
+            avoid: ids of workers to take only if there is no other.
+            numerics: numerics id to prefer, as only equal ones give equal bits; empty for any.
+
+        Returns:
+            None where no worker of the role serves the model.
+        """
         workers = {
             worker.id: worker
             for worker in self._view.workers(role)
@@ -88,7 +99,7 @@ class Replicas:
                     worker.id,
                     float(worker.load.get(_LOAD_KEY[role], 0)),
                     self._dispatched[worker.id],
-                    worker.id in avoid,
+                    worker.id in avoid or bool(numerics and numerics_of(worker) != numerics),
                 )
                 for worker in workers.values()
             ),
@@ -106,3 +117,8 @@ class Replicas:
             self._dispatched[worker.id] -= load
             if not self._dispatched[worker.id]:
                 del self._dispatched[worker.id]
+
+
+def numerics_of(worker: WorkerRecord) -> str:
+    """Returns what names a worker's arithmetic; empty for one without a model."""
+    return worker.model.numerics_id if worker.model else ""

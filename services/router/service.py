@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import prometheus_client
 
 from flashmesh.errors import InvalidRequest, Overloaded, PromptTooLong
-from flashmesh.services.router.generate import Call, Generation, Mesh
+from flashmesh.services.router.generate import Generation, Mesh
+from flashmesh.services.router.prefix import Call
 from flashmesh.telemetry import request_id
 from flashmesh.v1 import router_pb2, router_pb2_grpc, types_pb2
 from flashmesh.wire import finish_to_proto, sampling_from_proto
@@ -35,6 +36,7 @@ CACHED_TOKENS = prometheus_client.Counter(
     "flashmesh_router_cached_tokens_total", "Prompt tokens whose global rows were stored."
 )
 MAX_SALT_BYTES = 256
+MAX_ID_CHARS = 128
 
 
 class RouterServicer(router_pb2_grpc.RouterServicer):
@@ -71,9 +73,9 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
     def _admitted(self) -> Iterator[None]:
         if self._num_requests >= self._mesh.config.max_requests:
             raise Overloaded(f"{self._num_requests} requests are here already; try again later")
+        request_id.set(checked_request_id(request_id.get()))
         self._num_requests += 1
         REQUESTS.set(self._num_requests)
-        request_id.set(request_id.get() or f"req-{secrets.token_hex(8)}")
         try:
             yield
         finally:
@@ -123,6 +125,17 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
                     response.finish_reason = finish_to_proto(tokens.finish_reason)
                     response.usage.CopyFrom(usage(generation, call))
                 yield response
+
+
+def checked_request_id(given: str) -> str:
+    """Returns the caller's request id, or a new one where it gave none.
+
+    Raises:
+        InvalidRequest: it is too long to be a lease's name.
+    """
+    if len(given) > MAX_ID_CHARS:
+        raise InvalidRequest(f"the request id is longer than {MAX_ID_CHARS} characters")
+    return given or f"req-{secrets.token_hex(8)}"
 
 
 def with_seed(message: types_pb2.SamplingParams) -> SamplingParams:

@@ -184,7 +184,10 @@ def test_a_damaged_checkpoint_names_file_and_tensor_before_anything_is_healthy(
 
 
 def test_a_missing_checkpoint_is_named(tmp_path):
-    settings = {"FLASHMESH_MODEL__ENGINE": "reference", "FLASHMESH_MODEL__PATH": "./not-there"}
+    settings = {
+        "FLASHMESH_MODEL__ENGINE": "reference",
+        "FLASHMESH_MODEL__PATH": str(tmp_path / "not-there"),
+    }
     with running_up(tmp_path, **settings) as process:
         _, err = process.communicate(timeout=END_LIMIT_S)
     assert process.returncode == 1
