@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from flashmesh.kernels.pages import Pages, Slots
     from flashmesh.kernels.weights import Weights
 
+SubLayer = Callable[[Tensor], Tensor]
+"""Normed input `[R, D]` to output `[R, D]`."""
+
 Observer = Callable[[str, int, Tensor], None]
 """Told (name, layer, tensor) of intermediate results; tests only."""
 
@@ -189,19 +192,30 @@ class Model:
     def _layer(
         self, layer: int, state: _Pass, streams: Tensor, carried: Tensor
     ) -> tuple[Tensor, Tensor]:
-        c, w, prefix = self.config, self._w, f"layers.{layer}."
+        c, prefix = self.config, f"layers.{layer}."
         self.observe("streams", layer, streams)
         self.observe("carried_pre", layer, carried)
         if layer in c.engram_layer_ids:
             streams = self._engram(layer, state.rows, streams)
+        return self.block(
+            prefix,
+            streams,
+            carried,
+            lambda x: self._attention(layer, state, x),
+            lambda x: self._moe(layer, state.rows, x),
+        )
+
+    def block(
+        self, prefix: str, streams: Tensor, carried: Tensor, attention: SubLayer, moe: SubLayer
+    ) -> tuple[Tensor, Tensor]:
+        """Runs both sub-layers of a block around the streams; returns streams and the next pre-mix."""
+        w, eps = self._w, self.config.rms_norm_eps
         pre, post, comb = self._mix(prefix + "hc_attn_", streams)
-        x = self._attention_input(layer, streams, carried)
-        y = self._attention(layer, state, x)
-        streams = mhc.spread(streams, y, post, comb)
+        x = rms_norm(mhc.collapse(streams, carried), w[prefix + "attn_norm.weight"], eps)
+        streams = mhc.spread(streams, attention(x), post, comb)
         next_pre, post, comb = self._mix(prefix + "hc_ffn_", streams)
-        u = mhc.collapse(streams, pre)
-        y = self._moe(layer, state.rows, rms_norm(u, w[prefix + "ffn_norm.weight"], c.rms_norm_eps))
-        return mhc.spread(streams, y, post, comb), next_pre
+        x = rms_norm(mhc.collapse(streams, pre), w[prefix + "ffn_norm.weight"], eps)
+        return mhc.spread(streams, moe(x), post, comb), next_pre
 
     def _mix(self, prefix: str, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         c, w = self.config, self._w
@@ -235,15 +249,7 @@ class Model:
         c, w, prefix = self.config, self._w, f"layers.{layer}.attn."
         ratio = c.ratio(layer)
         turn = state.turn[ratio > 0]
-        latent = rms_norm(
-            linear(x, w[prefix + "wq_a.weight"]), w[prefix + "q_norm.weight"], c.rms_norm_eps
-        )
-        q = linear(latent, w[prefix + "wq_b.weight"]).view(-1, c.num_attention_heads, c.head_dim)
-        rotate_(q, turn)
-        row = rms_norm(
-            linear(x, w[prefix + "wkv.weight"]), w[prefix + "kv_norm.weight"], c.rms_norm_eps
-        )
-        row = fp8_32(rotate_(row, turn))
+        latent, q, row = self.projections(prefix, x, turn)
         self.observe("window_kv", layer, row)
         keys, present = self._window(layer, state, row)
         if ratio:
@@ -256,7 +262,22 @@ class Model:
             keys = torch.cat((keys, selected.keys), 1)
             present = torch.cat((present, selected.present), 1)
         out = attend(q, keys, present, w[prefix + "attn_sink"], c.head_dim**-0.5)
-        return self._project(prefix, rotate_(out, turn.conj()))
+        return self.project(prefix, rotate_(out, turn.conj()))
+
+    def projections(self, prefix: str, x: Tensor, turn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns query latent `[R, Q]`, rotated queries `[R, H, E]` and the window row `[R, E]`."""
+        c, w = self.config, self._w
+        latent = rms_norm(
+            linear(x, w[prefix + "wq_a.weight"]), w[prefix + "q_norm.weight"], c.rms_norm_eps
+        )
+        q = linear(latent, w[prefix + "wq_b.weight"]).view(-1, c.num_attention_heads, c.head_dim)
+        return latent, rotate_(q, turn), self.window_row(prefix, x, turn)
+
+    def window_row(self, prefix: str, x: Tensor, turn: Tensor) -> Tensor:
+        """Returns the window row `[R, E]`: key and value of its token in this layer."""
+        w, eps = self._w, self.config.rms_norm_eps
+        row = rms_norm(linear(x, w[prefix + "wkv.weight"]), w[prefix + "kv_norm.weight"], eps)
+        return fp8_32(rotate_(row, turn))
 
     def _window(self, layer: int, state: _Pass, row: Tensor) -> tuple[Tensor, Tensor]:
         """Stores the pass's window rows and gathers what each row sees: `[R, W, E]`, oldest first."""
@@ -266,7 +287,7 @@ class Model:
         present = state.window_present
         return keys.masked_fill_(~present.unsqueeze(2), 0), present
 
-    def _project(self, prefix: str, out: Tensor) -> Tensor:
+    def project(self, prefix: str, out: Tensor) -> Tensor:
         c, w = self.config, self._w
         groups = out.view(len(out), c.o_groups, -1)
         wo_a = w[prefix + "wo_a.weight"].view(c.o_groups, c.o_lora_rank, -1)
