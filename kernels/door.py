@@ -54,6 +54,13 @@ class Session(Protocol):
     def export_block(self, index: int) -> bytes:
         """Returns a copy of a block's payload; all its rows must have been run or imported."""
 
+    def rollback(self, count: int) -> None:
+        """Takes back the last `count` rows, at most a round's drafts: what they wrote is never read again.
+
+        Raises:
+            InvalidRequest: more rows than were run here, or than the rings have room for.
+        """
+
     def close(self) -> None:
         """Gives pages and slot back; a second call does nothing."""
 
@@ -76,6 +83,7 @@ class RowRun:
         tokens: ids at positions [session.num_tokens, session.num_tokens + len(tokens)).
         num_logits: the last so many rows give logits and, with `sampling`, a token each.
         sampling: how to draw; None draws nothing.
+        num_drafts: propose so many tokens after the last drawn one, at most `Engine.max_drafts`.
         keep_logits: return the logits too (tests and tools; services never ask).
     """
 
@@ -83,6 +91,7 @@ class RowRun:
     tokens: Sequence[int]
     num_logits: int = 0
     sampling: SamplingParams | None = None
+    num_drafts: int = 0
     keep_logits: bool = False
 
 
@@ -93,11 +102,15 @@ class RunResult:
     Attributes:
         tokens: the drawn token for position p + 1, p being the row's position.
         logprobs: natural log of the raw model probability of that token.
+        drafts: proposed tokens after the last drawn one.
+        confidences: estimated probability that each draft is accepted if those before it are.
         logits: fp32 tensor `[num_logits, vocab]` when asked for, else None.
     """
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    drafts: list[int] = field(default_factory=list)
+    confidences: list[float] = field(default_factory=list)
     logits: Any = None
 
 
@@ -120,6 +133,10 @@ class Engine(Protocol):
     """A loaded model."""
 
     info: ModelInfo
+
+    @property
+    def max_drafts(self) -> int:
+        """Most tokens that a run may ask to have proposed; 0 without a draft module."""
 
     def open(self, plan: SessionPlan, prefix_tokens: Sequence[int]) -> Session:
         """Opens a session.

@@ -15,10 +15,11 @@ from torch import Tensor
 from flashmesh.errors import Incompatible, InvalidRequest
 from flashmesh.kernels.config import ModelConfig
 from flashmesh.kernels.door import EngineStats, RowRun, RunResult, SessionPlan
+from flashmesh.kernels.draft import Anchor, Drafter
 from flashmesh.kernels.engram import BLOCKED, LOOK_BACK, EngramHash, load_token_map
 from flashmesh.kernels.layout import BlockLayout
-from flashmesh.kernels.model import Model, Rows, Span
-from flashmesh.kernels.pages import RUN_ROWS, Pages, Slots, pages_for
+from flashmesh.kernels.model import Model, Rows, Span, stack_experts
+from flashmesh.kernels.pages import MAX_ROLLBACK, RUN_ROWS, Pages, Slots, pages_for
 from flashmesh.kernels.sampling import sample
 from flashmesh.kernels.shapes import TILE
 from flashmesh.kernels.weights import load_weights
@@ -53,7 +54,9 @@ class ReferenceSession:
             engine.pages.free.give(self._pages)
             raise
         self.page_table = torch.tensor(self._pages)
-        self.tail = [*[BLOCKED] * LOOK_BACK, *prefix_tokens[-LOOK_BACK:]][-LOOK_BACK:]
+        self.tail = [*[BLOCKED] * LOOK_BACK, *prefix_tokens[-LOOK_BACK:]]
+        """Look-back tokens, and the last ones that may be taken back."""
+        self._num_fresh = 0
         self.num_tokens = plan.first_pos
         self.closed = False
 
@@ -64,6 +67,28 @@ class ReferenceSession:
     def export_block(self, index: int) -> bytes:
         """Returns a copy of a block's payload."""
         return self._engine.pages.payload(self._pages[index])
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Counts rows that were run."""
+        self.tail = [*self.tail, *self.seen(tokens)][-LOOK_BACK - MAX_ROLLBACK :]
+        self.num_tokens += len(tokens)
+        self._num_fresh = min(MAX_ROLLBACK, self._num_fresh + len(tokens))
+
+    def seen(self, tokens: Sequence[int]) -> list[int]:
+        """Returns the next tokens as look-back sees them: an image is not there."""
+        if not self.images:
+            return list(tokens)
+        first = self.num_tokens
+        return [BLOCKED if first + i in self.images else token for i, token in enumerate(tokens)]
+
+    def rollback(self, count: int) -> None:
+        """Takes back the last `count` rows; see `door.Session`."""
+        if not 0 <= count <= self._num_fresh:
+            raise InvalidRequest(f"{count} rows cannot be taken back, {self._num_fresh} can")
+        if count:
+            self.num_tokens -= count
+            self._num_fresh -= count
+            del self.tail[-count:]
 
     def close(self) -> None:
         """Gives pages and slot back."""
@@ -140,7 +165,33 @@ class ReferenceEngine:
                 logits[place].append(part)
         for run, result, parts in zip(batch, results, logits, strict=True):
             _draw(run, result, parts)
+        self._draft(
+            [(run, result) for run, result in zip(batch, results, strict=True) if run.num_drafts]
+        )
         return results
+
+    def _draft(self, chosen: Sequence[tuple[RowRun, RunResult]]) -> None:
+        """Proposes tokens after the last drawn one of every chosen run."""
+        if not chosen:
+            return
+        anchors = [
+            Anchor(
+                token=result.tokens[-1],
+                pos=run.session.num_tokens,
+                slot=run.session.slot,
+                low=run.session.plan.decoder_start,
+                params=run.sampling,
+            )
+            for run, result in chosen
+        ]
+        for (run, result), draft in zip(chosen, self.model.drafter.draft(anchors), strict=True):
+            result.drafts = draft.tokens[: run.num_drafts]
+            result.confidences = draft.confidences[: run.num_drafts]
+
+    @property
+    def max_drafts(self) -> int:
+        """Most tokens proposed after a drawn one; 0 without a draft module."""
+        return self.config.dspark_block_size if self.model.drafter else 0
 
     def stats(self) -> EngineStats:
         """Counts pages and slots."""
@@ -163,6 +214,14 @@ class ReferenceEngine:
         start = session.plan.decoder_start
         if run.num_logits and (start is None or end - run.num_logits < start):
             raise InvalidRequest("logits are asked of rows that run the encoder half only")
+        if run.num_drafts and self.model.drafter is None:
+            raise Incompatible("this checkpoint has no draft module")
+        if run.num_drafts and not (run.num_logits and run.sampling):
+            raise InvalidRequest("drafts follow a drawn token, and none is drawn")
+        if not 0 <= run.num_drafts <= self.max_drafts:
+            raise InvalidRequest(
+                f"{run.num_drafts} drafts asked, at most {self.max_drafts} are made"
+            )
         for token in run.tokens:
             if not 0 <= token < vocab:
                 raise InvalidRequest(f"token id {token} is not in [0, {vocab})")
@@ -179,8 +238,7 @@ class ReferenceEngine:
         ]
         logits = self.model.forward(rows, decoder, keep, torch.tensor(wanted, dtype=torch.int64))
         for session, tokens in runs:
-            session.tail = [*session.tail, *_plain(session, tokens)][-LOOK_BACK:]
-            session.num_tokens += len(tokens)
+            session.advance(tokens)
         return list(logits.split(list(num_logits)))
 
     def _rows(self, runs: Sequence[tuple[ReferenceSession, Sequence[int]]]) -> Rows:
@@ -204,7 +262,7 @@ class ReferenceEngine:
             end = begin + len(tokens)
             part = slice(begin, end)
             pos = torch.arange(first, first + len(tokens))
-            known = torch.tensor([*session.tail, *_plain(session, tokens)])
+            known = torch.tensor([*session.tail[-LOOK_BACK:], *session.seen(tokens)])
             rows.ids[part] = torch.tensor(tokens, dtype=torch.int64)
             rows.grams[part] = known.unfold(0, LOOK_BACK + 1, 1).flip(1)
             rows.pos[part] = pos
@@ -238,14 +296,6 @@ class ReferenceEngine:
                 spans.append(Span(begin, len(keep), span.pages))
         index = torch.tensor(keep, dtype=torch.int64)
         return index, ends, rows.select(index, spans, self.slots.nobody) if keep else None
-
-
-def _plain(session: ReferenceSession, tokens: Sequence[int]) -> list[int]:
-    """Tokens as look-back sees them: an image is not there."""
-    if not session.images:
-        return list(tokens)
-    first = session.num_tokens
-    return [BLOCKED if first + i in session.images else token for i, token in enumerate(tokens)]
 
 
 def _draw(run: RowRun, result: RunResult, parts: list[Tensor]) -> None:
@@ -308,4 +358,10 @@ def load_engine(
         eos_token_id=config.eos_token_id,
     )
     model = Model(config, weights, hashes, pages, slots, num_layers)
+    if has_decoder and config.num_nextn_predict_layers:
+        experts = [
+            stack_experts(weights, f"mtp.{block}.", config.dspark_n_routed_experts)
+            for block in range(config.num_nextn_predict_layers)
+        ]
+        model.drafter = Drafter(config, weights, model, experts, num_slots, slots.ring)
     return ReferenceEngine(info, config, model, pages, slots, has_decoder=has_decoder)

@@ -26,6 +26,7 @@ from flashmesh.types import BLOCK_TOKENS
 
 if TYPE_CHECKING:
     from flashmesh.kernels.config import ModelConfig
+    from flashmesh.kernels.draft import Drafter
     from flashmesh.kernels.pages import Pages, Slots
     from flashmesh.kernels.weights import Weights
 
@@ -111,6 +112,7 @@ class _Pass:
     window_present: Tensor
     selections: dict[int, _Selection] = field(default_factory=dict)
     candidates: list[Tensor] | None = None
+    features: list[Tensor] = field(default_factory=list)
 
 
 class Model:
@@ -142,7 +144,11 @@ class Model:
         self._frequencies = {
             compressed: frequencies(config, compressed=compressed) for compressed in (False, True)
         }
-        self._experts = [_stack_experts(config, weights, layer) for layer in range(num_layers)]
+        self._experts = [
+            stack_experts(weights, f"layers.{layer}.", config.n_routed_experts)
+            for layer in range(num_layers)
+        ]
+        self.drafter: Drafter | None = None
 
     def forward(self, rows: Rows, decoder: Rows | None, keep: Tensor, wanted: Tensor) -> Tensor:
         """Runs a pass.
@@ -176,6 +182,8 @@ class Model:
         state = self._begin(decoder, decoder.decoder_low)
         for layer in range(first, c.num_hidden_layers):
             streams, carried = self._layer(layer, state, streams, carried)
+        if self.drafter is not None:
+            self.drafter.remember(decoder, torch.cat(state.features, 1))
         return self._logits(streams, carried, wanted)
 
     def _begin(self, rows: Rows, low: Tensor) -> _Pass:
@@ -197,6 +205,8 @@ class Model:
         self.observe("carried_pre", layer, carried)
         if layer in c.engram_layer_ids:
             streams = self._engram(layer, state.rows, streams)
+        if layer in c.dspark_target_layer_ids:
+            state.features.append(streams.mean(1))
         return self.block(
             prefix,
             streams,
@@ -318,14 +328,16 @@ class Model:
 
     def _pair(self, layer: int, rows: Rows, latent: Tensor, gate: Tensor) -> Tensor:
         """Joins every row with the token before it, which may have come in an earlier pass."""
-        open_pair = self._slots.open_pair[layer]
+        open_pair, ring = self._slots.open_pair[layer], self._slots.pair_ring
         first = torch.tensor([span.begin for span in rows.spans])
-        last = torch.tensor([span.end - 1 for span in rows.spans])
+        kept = torch.tensor(
+            [row for s in rows.spans for row in range(max(s.begin, s.end - ring), s.end)]
+        )
         before = latent.roll(1, 0), gate.roll(1, 0)
         for index, values in enumerate(before):
-            values[first] = open_pair[rows.slot[first], index]
+            values[first] = open_pair[rows.slot[first], (rows.pos[first] - 1) % ring, index]
         for index, values in enumerate((latent, gate)):
-            open_pair[rows.slot[last], index] = values[last]
+            open_pair[rows.slot[kept], rows.pos[kept] % ring, index] = values[kept]
         peak = torch.maximum(before[1], gate)
         e0, e1 = (before[1] - peak).exp_(), (gate - peak).exp_()
         total = e0 + e1
@@ -374,16 +386,29 @@ class Model:
         return _Selection(keys.masked_fill_(~present.unsqueeze(2), 0), present)
 
     def _moe(self, layer: int, rows: Rows, x: Tensor) -> Tensor:
-        c, w, prefix = self.config, self._w, f"layers.{layer}.ffn."
+        c, w, prefix = self.config, self._w, f"layers.{layer}."
         bias = torch.where(
-            rows.text.unsqueeze(1), w[prefix + "gate.bias"], w[prefix + "gate.bias_vl"]
+            rows.text.unsqueeze(1), w[prefix + "ffn.gate.bias"], w[prefix + "ffn.gate.bias_vl"]
         )
-        chosen, weights = route(
-            x, w[prefix + "gate.weight"], bias, c.num_experts_per_tok, c.routed_scaling_factor
-        )
-        self.observe("route_idx", layer, chosen)
-        chosen = chosen.masked_fill((rows.slot == self._slots.nobody).unsqueeze(1), -1)
-        y = routed(x, chosen, weights, self._experts[layer], c.swiglu_limit)
+        nobody = (rows.slot == self._slots.nobody).unsqueeze(1)
+        return self.moe(prefix, x, bias, self._experts[layer], c.num_experts_per_tok, nobody)
+
+    def moe(
+        self,
+        prefix: str,
+        x: Tensor,
+        bias: Tensor,
+        experts: Experts,
+        count: int,
+        skipped: Tensor | None = None,
+    ) -> Tensor:
+        """Returns routed and shared experts' sum `[R, D]`; `skipped` bool `[R, 1]` rows have no routed part."""
+        c, w, prefix = self.config, self._w, prefix + "ffn."
+        chosen, weights = route(x, w[prefix + "gate.weight"], bias, count, c.routed_scaling_factor)
+        self.observe(f"{prefix}route_idx", 0, chosen)
+        if skipped is not None:
+            chosen = chosen.masked_fill(skipped, -1)
+        y = routed(x, chosen, weights, experts, c.swiglu_limit)
         shared = (w[f"{prefix}shared_experts.{name}.weight"] for name in ("w1", "w2", "w3"))
         return y + swiglu(x, *shared, c.swiglu_limit, None)
 
@@ -399,8 +424,9 @@ class Model:
         return linear(hidden[index], w["head.weight"])[: len(wanted)]
 
 
-def _stack_experts(config: ModelConfig, weights: Weights, layer: int) -> Experts:
-    names = [f"layers.{layer}.ffn.experts.{e}." for e in range(config.n_routed_experts)]
+def stack_experts(weights: Weights, prefix: str, count: int) -> Experts:
+    """Stacks the experts of one block."""
+    names = [f"{prefix}ffn.experts.{expert}." for expert in range(count)]
     return Experts(
         *(weights.stack(f"{name}{part}.weight" for name in names) for part in ("w1", "w2", "w3"))
     )

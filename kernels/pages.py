@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 RUN_ROWS = 128
 """Most rows of one session in a pass; longer runs are cut, which changes no bit."""
 
+MAX_ROLLBACK = 8
+"""Most rows that a session may take back: a round's drafts, and room. Rings are that much longer than their reach."""
+
 
 class FreeList:
     """Numbers to hand out, lowest first."""
@@ -147,13 +150,14 @@ class Slots:
     def __init__(self, config: ModelConfig, num_layers: int, num_slots: int) -> None:
         self.free = FreeList(num_slots, "slots")
         self.nobody = num_slots
-        self.ring = config.sliding_window + RUN_ROWS
+        self.ring = config.sliding_window + RUN_ROWS + MAX_ROLLBACK
+        self.pair_ring = 1 + MAX_ROLLBACK
         self.window = [
             torch.zeros(num_slots + 1, self.ring, config.head_dim) for _ in range(num_layers)
         ]
-        # Latent and gate of the last token that a ratio-2 compressor has seen.
+        # Latent and gate of the last tokens that a ratio-2 compressor has seen, by position.
         self.open_pair = {
-            layer: torch.zeros(num_slots + 1, 2, config.head_dim)
+            layer: torch.zeros(num_slots + 1, self.pair_ring, 2, config.head_dim)
             for layer in config.kv_source_layer_ids
             if config.ratio(layer) == 2
         }

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Self
 
 from flashmesh.errors import CorruptBlock, Incompatible, InvalidRequest, NoFreeBlocks
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 DIGEST_BYTES = 32
+MAX_DRAFTS = 5
+MAX_ROLLBACK = 8
 
 
 class SimulatedSession:
@@ -35,6 +38,7 @@ class SimulatedSession:
         self._digests: dict[int, bytes] = {}
         self._tail: list[int] = []
         self._history: hashlib._Hash | None = None
+        self._undo: deque[tuple[hashlib._Hash, list[int]]] = deque(maxlen=MAX_ROLLBACK)
 
     @property
     def num_tokens(self) -> int:
@@ -64,7 +68,18 @@ class SimulatedSession:
             if row >= first_logits and run.sampling is not None:
                 result.tokens.append(self._next_token(run.sampling))
                 result.logprobs.append(0.0)
+        if run.num_drafts and run.sampling is not None:
+            result.drafts = self._proposals(result.tokens[-1], run.sampling, run.num_drafts)
+            result.confidences = [0.8] * run.num_drafts
         return result
+
+    def rollback(self, count: int) -> None:
+        """Takes back the last `count` rows."""
+        if not 0 <= count <= len(self._undo):
+            raise InvalidRequest(f"{count} rows cannot be taken back, {len(self._undo)} can")
+        for _ in range(count):
+            self._history, self._tail = self._undo.pop()
+            self._position -= 1
 
     def close(self) -> None:
         """Gives pages and slot back."""
@@ -91,6 +106,7 @@ class SimulatedSession:
 
     def _append(self, token: int) -> None:
         assert self._history is not None
+        self._undo.append((self._history.copy(), list(self._tail)))
         if self._position >= self.plan.global_start:
             self._tail.append(token)
             if len(self._tail) == BLOCK_TOKENS:
@@ -101,6 +117,20 @@ class SimulatedSession:
                 self._history.update(digest)
                 self._tail.clear()
         self._position += 1
+
+    def _proposals(self, anchor: int, params: SamplingParams, count: int) -> list[int]:
+        """Looks ahead: proposes the true continuation, except that about one token in five is wrong."""
+        assert self._history is not None
+        before = self._history.copy(), list(self._tail), self._position
+        undo = self._undo.copy()
+        tokens, token = [], anchor
+        for _ in range(count):
+            self._append(token)
+            token = self._next_token(params)
+            tokens.append(token if token % 5 else token ^ 2)
+        self._history, self._tail, self._position = before
+        self._undo = undo
+        return tokens
 
     def _next_token(self, params: SamplingParams) -> int:
         assert self._history is not None
@@ -150,6 +180,11 @@ class SimulatedEngine:
         self._num_pages, self._num_slots = num_pages, num_slots
         self._step_s, self._row_s = step_s, row_s
         self._open: set[SimulatedSession] = set()
+
+    @property
+    def max_drafts(self) -> int:
+        """Most tokens proposed after a drawn one."""
+        return MAX_DRAFTS
 
     def open(self, plan: SessionPlan, prefix_tokens: Sequence[int]) -> SimulatedSession:
         """Opens a session; see `door.Engine.open`."""

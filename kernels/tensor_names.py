@@ -57,7 +57,7 @@ def needed_by(config: ModelConfig, role: Role) -> Iterator[TensorSpec]:
     """Yields the tensors that a role loads.
 
     A prefill ends in the compressed rows of the first decoder layer, so of that layer it needs only
-    what makes them. Draft tensors are loaded by no role.
+    what makes them.
     """
     first = config.num_encoder_layers
     kept = tuple(f"layers.{layer}." for layer in range(first))
@@ -66,7 +66,7 @@ def needed_by(config: ModelConfig, role: Role) -> Iterator[TensorSpec]:
         kept += ("embed.", f"layers.{first}.attn_norm.", attn + "compressor.")
         kept += (attn + "indexer.wk.", attn + "indexer.k_norm.")
     else:
-        kept = ("embed.", "layers.", "norm.", "head.")
+        kept = ("embed.", "layers.", "norm.", "head.", "mtp.")
     for spec in tensors(config):
         if spec.name.startswith(kept):
             yield spec

@@ -58,7 +58,7 @@ def test_caches_and_selections_of_a_long_sequence_agree(engine):
         got = record.get("window_kv", layer, 150)
         wanted = expected[f"s150.L{layer}.window_kv"].float()
         assert torch.equal(got[quiet], wanted[quiet]), f"window of layer {layer}"
-        routes = record.get("route_idx", layer, 150).sort(1).values
+        routes = record.get(f"layers.{layer}.ffn.route_idx", 0, 150).sort(1).values
         wanted = expected[f"s150.L{layer}.route_idx"].long().sort(1).values
         assert torch.equal(routes[quiet], wanted[quiet]), f"routes of layer {layer}"
     for layer in (1, 3, 4, 6):
