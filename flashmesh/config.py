@@ -93,6 +93,8 @@ class ModelSection:
         engine: "reference" computes; "simulated" plays the protocol without tensors (tests, scale runs).
         cache_dir: where the built-in checkpoint is made.
         threads: CPU threads of a worker's engine; part of its numerics id.
+        expand_below_mb: a worker whose weights take less than this as fp32 expands them once; others stay in their
+            stored format and are expanded at every use.
         sim_step_ms: time of a step of the simulated engine.
         sim_row_ms: time of each of its rows.
     """
@@ -103,6 +105,7 @@ class ModelSection:
     engine: str = field(default="reference", metadata={"choices": ("reference", "simulated")})
     cache_dir: str = "~/.cache/flashmesh"
     threads: int = field(default=1, metadata={"choices": (1, 2, 4, 8)})
+    expand_below_mb: int = limits(2048, 0, 10_000_000)
     sim_step_ms: float = limits(0.0, 0, 60_000)
     sim_row_ms: float = limits(0.0, 0, 1_000)
 
@@ -137,7 +140,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def load(path: Path | None, sections: Mapping[str, type[T]]) -> dict[str, T]:
+def load(path: Path | None, sections: Mapping[str, type[Any]]) -> dict[str, Any]:
     """Reads the named tables.
 
     Args:
@@ -149,7 +152,7 @@ def load(path: Path | None, sections: Mapping[str, type[T]]) -> dict[str, T]:
     """
     raw = _read_toml(path)
     problems = [f"[{name}] is not a section" for name in raw if name not in SECTIONS]
-    parsed: dict[str, T] = {}
+    parsed: dict[str, Any] = {}
     for name, kind in sections.items():
         values = dict(raw.get(name, {})) | _from_environment(name)
         result = _parse_section(name, kind, values, problems)

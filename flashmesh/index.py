@@ -169,10 +169,10 @@ class IndexWriter:
         for (run, block), is_stored in batch.items():
             (stored if is_stored else gone)[run].append(block)
         async with self._client.pipeline(transaction=False) as pipe:
-            for run, blocks in stored.items():
-                pipe.hset(_run_key(self._prefix, run), mapping=dict.fromkeys(blocks, self._epoch))
-            for run, blocks in gone.items():
-                pipe.eval(_UNPUBLISH, 1, _run_key(self._prefix, run), self._epoch, *blocks)
+            for key, blocks in stored.items():
+                pipe.hset(_run_key(self._prefix, key), mapping=dict.fromkeys(blocks, self._epoch))
+            for key, blocks in gone.items():
+                pipe.eval(_UNPUBLISH, 1, _run_key(self._prefix, key), self._epoch, *blocks)
             await pipe.execute()
         for entry, is_stored in batch.items():  # unless it changed again meanwhile
             if self._changes.get(entry) == is_stored:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
@@ -16,12 +16,12 @@ from flashmesh.types import BLOCK_TOKENS
 from flashmesh.v1 import kvstore_pb2, kvstore_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Sequence
+    from collections.abc import AsyncGenerator, Iterator, Sequence
 
     from flashmesh.hashing import BlockHash
     from flashmesh.runs import Place
 
-FRAME_BYTES = 4 * 1024 * 1024
+FRAME_BYTES = 1024 * 1024
 """Frames grow up to this: it amortises a message and still bounds the memory of a stream."""
 
 CONTROL_TIMEOUT_S = 5.0
@@ -44,7 +44,7 @@ class KvClient:
 
     async def get(
         self, address: str, hashes: Sequence[BlockHash], wait_s: float
-    ) -> AsyncIterator[StoredObject]:
+    ) -> AsyncGenerator[StoredObject, None]:
         """Yields the named objects in any order; those that did not come in time have kind MISSING.
 
         Payloads are not verified here: the reader knows what it asked for.
@@ -78,11 +78,12 @@ class KvClient:
             response_deserializer=kvstore_pb2.PutSummary.FromString,
         )
         with _errors(address):
-            return await method(
+            summary: kvstore_pb2.PutSummary = await method(
                 frames([item.data for item in objects]),
                 metadata=self._channels.metadata(),
                 timeout=_timeout_s(TRANSFER_TIMEOUT_S),
             )
+            return summary
 
     async def have(self, address: str, hashes: Sequence[BlockHash]) -> list[bool]:
         """Says which blocks are readable now."""
@@ -115,9 +116,9 @@ class KvClient:
     async def report(self, address: str, hash: BlockHash, reason: str) -> bool:
         """Tells a node that its block came out bad; says whether it dropped its copy."""
         request = kvstore_pb2.ReportRequest(hash=hash, reason=reason[:200])
-        return (await self._control(address, "Report", request)).quarantined
+        return bool((await self._control(address, "Report", request)).quarantined)
 
-    async def _control(self, address: str, method: str, request: object):  # noqa: ANN202
+    async def _control(self, address: str, method: str, request: object) -> Any:
         stub = kvstore_pb2_grpc.KvStoreStub(self._channels.get(address))
         with _errors(address):
             return await getattr(stub, method)(
@@ -136,7 +137,7 @@ async def fetch_blocks(
     first: int,
     stop: int,
     wait_s: float,
-) -> AsyncIterator[tuple[int, StoredObject]]:
+) -> AsyncGenerator[tuple[int, StoredObject], None]:
     """Yields verified blocks [first, stop) of a chain, run by run, in any order within a run.
 
     Args:

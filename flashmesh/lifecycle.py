@@ -16,10 +16,11 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -131,7 +132,7 @@ def _stop_on_signals(stopping: asyncio.Event) -> None:
 
 
 @contextlib.contextmanager
-def _metrics(host: str, port: int):  # noqa: ANN202
+def _metrics(host: str, port: int) -> Iterator[int | None]:
     if port < 0:
         yield None
         return
@@ -160,10 +161,10 @@ def _write_ports(path: str, port: int, metrics_port: int | None) -> None:
 
 
 @contextlib.asynccontextmanager
-async def background(*tasks: Awaitable[None]) -> AsyncIterator[None]:
+async def background(*tasks: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     """Runs loops beside the body; a loop that dies takes the body with it, and the body's end cancels the loops."""
     async with asyncio.TaskGroup() as group:
-        running = [group.create_task(task) for task in tasks]  # type: ignore[arg-type]
+        running = [group.create_task(task) for task in tasks]
         try:
             yield
         finally:

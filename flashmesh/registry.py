@@ -155,7 +155,7 @@ class Registry:
         return f"{self._prefix}:worker:{worker_id}"
 
 
-def _parse(value: bytes) -> WorkerRecord | None:
+def _parse(value: str | bytes) -> WorkerRecord | None:
     """Reads a record; one that cannot be read must not hide the others."""
     try:
         return WorkerRecord.from_json(value)

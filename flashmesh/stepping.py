@@ -38,10 +38,21 @@ SLOTS = prometheus_client.Gauge("flashmesh_slots", "Window slots.", ["state"])
 class EngineStats(Protocol):
     """What an engine counts (`flashmesh.kernels.door.EngineStats`)."""
 
-    num_pages: int
-    num_free_pages: int
-    num_slots: int
-    num_free_slots: int
+    @property
+    def num_pages(self) -> int:
+        """Pages in all."""
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages that no session holds."""
+
+    @property
+    def num_slots(self) -> int:
+        """Slots in all."""
+
+    @property
+    def num_free_slots(self) -> int:
+        """Slots that no session holds."""
 
 
 def export_stats(stats: Callable[[], EngineStats]) -> None:
@@ -217,8 +228,8 @@ class StepLoop:
 
     def _step_batch(self, tickets: list[Ticket], turn: _Turn) -> None:
         chosen, runs = [], []
-        for ticket, budget in plan_rows([t.sequence for t in tickets], self._max_rows):
-            chosen.append(tickets[ticket])
+        for place, budget in plan_rows([t.sequence for t in tickets], self._max_rows):
+            chosen.append(tickets[place])
             runs.append(chosen[-1].sequence.rows(budget))
         if not runs:
             return

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from flashmesh.errors import InvalidRequest
+from flashmesh.errors import BlockNotFound, InvalidRequest, WorkerLost
 from flashmesh.hashing import BlockHash, next_hash
 from flashmesh.kv_client import KvClient, fetch_blocks
 from flashmesh.objects import StoredObject, pack_block
@@ -19,7 +19,7 @@ from flashmesh.runs import RUN_BLOCKS, Place
 from flashmesh.types import BLOCK_TOKENS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from flashmesh.v1 import types_pb2
 
@@ -64,9 +64,8 @@ class StoredChain:
         """Returns verified copies of blocks [first, stop), waiting for those that are not there yet.
 
         Raises:
-            BlockNotFound: one did not arrive; its `index` says which.
+            BlockNotFound: one did not arrive, or its node cannot be reached.
             CorruptBlock: one was not what it claims to be, and was reported.
-            WorkerLost: a node cannot be reached.
         """
         if first >= stop:
             return []
@@ -81,8 +80,9 @@ class StoredChain:
             stop,
             wait_s,
         )
-        async with contextlib.aclosing(blocks):
-            found = {index: item async for index, item in blocks}
+        with _node_errors():
+            async with contextlib.aclosing(blocks):
+                found = {index: item async for index, item in blocks}
         return [found[index] for index in range(first, stop)]
 
     async def put(self, blocks: Sequence[tuple[int, bytes]]) -> int:
@@ -90,14 +90,15 @@ class StoredChain:
 
         Raises:
             NoFreeBlocks: the node is full of leased blocks.
-            WorkerLost: it cannot be reached.
+            BlockNotFound: it cannot be reached.
         """
         by_address: dict[str, list[StoredObject]] = {}
         for index, payload in blocks:
             by_address.setdefault(self._place(index).address, []).append(self._pack(index, payload))
         known = 0
         for address, objects in by_address.items():
-            known += (await self._client.put(address, objects)).num_known
+            with _node_errors():
+                known += (await self._client.put(address, objects)).num_known
         return known
 
     def _pack(self, index: int, payload: bytes) -> StoredObject:
@@ -121,6 +122,15 @@ class StoredChain:
             if index < place.first_block + place.num_blocks:
                 return place
         return self._places[-1]
+
+
+@contextlib.contextmanager
+def _node_errors() -> Iterator[None]:
+    """Says of a lost node that its blocks are lost: the worker that needs them is not to blame."""
+    try:
+        yield
+    except WorkerLost as error:
+        raise BlockNotFound(str(error)) from error
 
 
 def prefix_digest(items: Sequence[StoredObject]) -> bytes:

@@ -25,7 +25,8 @@ from flashmesh.kernels.config import ModelConfig
 from flashmesh.kernels.engram import bucket_primes, token_map
 from flashmesh.kernels.formats import quantise, stored
 from flashmesh.kernels.shards import INDEX_FILE
-from flashmesh.kernels.tensor_names import TensorSpec, scale_name, tensors
+from flashmesh.kernels.tensor_names import TensorSpec, scale_name, tensors, vision_tensors
+from flashmesh.kernels.vision_config import VisionConfig
 
 MAKER_VERSION = 1
 """Counts changes of what a seed gives."""
@@ -90,6 +91,19 @@ _SIZES: dict[str, Any] = {
     "dspark_n_routed_experts": 4,
     "dspark_num_experts_per_tok": 2,
 }
+_VISION_SIZES: dict[str, Any] = {
+    "model_type": "deepseek_v41_vision",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "patch_size": 14,
+    "rope_theta": 10000,
+    "downsample_ratio": 3,
+    "max_image_tokens": 64,
+    "min_pixels": 84 * 84,
+    "max_wh_ratio": None,
+}
 
 
 def demo_checkpoint(cache_dir: Path, *, seed: int = 0) -> Path:
@@ -101,20 +115,21 @@ def demo_checkpoint(cache_dir: Path, *, seed: int = 0) -> Path:
     return folder
 
 
-def make_demo_checkpoint(folder: Path, *, seed: int = 0) -> None:
+def make_demo_checkpoint(folder: Path, *, seed: int = 0, vision: bool = False) -> None:
     """Writes the checkpoint; the folder appears complete or not at all.
 
     Args:
         folder: must not exist yet; a concurrent maker of the same one is no error.
         seed: of the weights.
+        vision: add a vision tower; no other tensor changes.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=folder.name, dir=folder.parent))
     try:
-        raw = demo_config()
+        raw = demo_config(vision=vision)
         (temporary / "config.json").write_text(json.dumps(raw, indent=1))
         (temporary / "tokenizer.json").write_text(_tokenizer_text())
-        _write_shards(temporary, ModelConfig.from_dict(raw), seed)
+        _write_shards(temporary, raw, seed)
         temporary.chmod(0o755)
         temporary.rename(folder)
     except OSError:
@@ -124,7 +139,7 @@ def make_demo_checkpoint(folder: Path, *, seed: int = 0) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def demo_config() -> dict[str, Any]:
+def demo_config(*, vision: bool = False) -> dict[str, Any]:
     """Returns config.json's contents; what depends on the tokenizer is computed from it."""
     tokenizer = Tokenizer.from_str(_tokenizer_text())
     primes = bucket_primes(
@@ -139,7 +154,7 @@ def demo_config() -> dict[str, Any]:
         "engram_compressed_vocab_size": int(token_map(tokenizer, _SIZES["vocab_size"]).max()) + 1,
         "dspark_noise_token_id": tokenizer.token_to_id("<｜noise｜>"),
     }
-    return {
+    raw = {
         "architectures": ["DeepseekV41ForCausalLM"],
         "model_type": "deepseek_v41",
         "dtype": "bfloat16",
@@ -157,31 +172,44 @@ def demo_config() -> dict[str, Any]:
         },
         "text_config": text,
     }
+    return raw | {"vision_config": _VISION_SIZES} if vision else raw
 
 
 def _tokenizer_text() -> str:
     return resources.files("flashmesh.data").joinpath("tokenizer.json").read_text("utf-8")
 
 
-def _write_shards(folder: Path, config: ModelConfig, seed: int) -> None:
-    """Writes backbone and draft as two shards, and their index."""
-    shards: dict[str, dict[str, Tensor]] = {"backbone": {}, "draft": {}}
-    for spec in tensors(config):
-        shard = shards["draft" if spec.name.startswith("mtp.") else "backbone"]
-        weight, scale = quantise(spec.kind, _values(spec, config, seed))
-        shard[spec.name] = weight.contiguous()
-        if scale is not None:
-            shard[scale_name(spec.name)] = scale.contiguous()
-        assert tuple(weight.shape) == stored(spec.kind, spec.shape).shape
+def _write_shards(folder: Path, raw: dict[str, Any], seed: int) -> None:
+    """Writes backbone, draft and the vision tower if there is one, a shard each, and their index."""
+    config, vision = ModelConfig.from_dict(raw), VisionConfig.from_dict(raw)
+    specs = {
+        "backbone": [s for s in tensors(config) if not s.name.startswith("mtp.")],
+        "draft": [s for s in tensors(config) if s.name.startswith("mtp.")],
+    }
+    if vision is not None:
+        specs["vision"] = list(vision_tensors(vision, config.hidden_size))
+    shards = [_stored_values(part, config, seed) for part in specs.values()]
     weight_map: dict[str, str] = {}
     total = 0
-    for number, values in enumerate(shards.values(), 1):
+    for number, values in enumerate(shards, 1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         save_file(values, folder / name)
         weight_map |= dict.fromkeys(values, name)
         total += sum(value.nbytes for value in values.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / INDEX_FILE).write_text(json.dumps(index, indent=1))
+
+
+def _stored_values(specs: list[TensorSpec], config: ModelConfig, seed: int) -> dict[str, Tensor]:
+    """Draws tensors and stores them in their formats, by name."""
+    shard: dict[str, Tensor] = {}
+    for spec in specs:
+        weight, scale = quantise(spec.kind, _values(spec, config, seed))
+        shard[spec.name] = weight.contiguous()
+        if scale is not None:
+            shard[scale_name(spec.name)] = scale.contiguous()
+        assert tuple(weight.shape) == stored(spec.kind, spec.shape).shape
+    return shard
 
 
 def _values(spec: TensorSpec, config: ModelConfig, seed: int) -> Tensor:

@@ -9,6 +9,7 @@ them by running them as rows, so nothing here can change what is emitted.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -138,7 +139,7 @@ class Drafter:
         places = (slot.unsqueeze(1), seen.clamp(min=0) % self._ring)
         turn = turns(first + offset, self._frequencies)
 
-        streams = self._w["embed.weight"][ids].unsqueeze(1).repeat(1, c.hc_mult, 1)
+        streams = self._w.rows("embed.weight", ids).unsqueeze(1).repeat(1, c.hc_mult, 1)
         carried = torch.zeros(len(row), c.hc_mult)
         carried[:, 0] = 1
         for block, ring in enumerate(self._context):
@@ -147,24 +148,22 @@ class Drafter:
                 prefix,
                 streams,
                 carried,
-                lambda x, p=prefix, ring=ring: self._attention(
-                    p + "attn.", x, ring[places], peers, present, turn
-                ),
-                lambda x, p=prefix, block=block: self._model.moe(
-                    p,
-                    x,
-                    self._w[p + "ffn.gate.bias"],
-                    self._experts[block],
-                    c.dspark_num_experts_per_tok,
-                ),
+                partial(self._attention, f"{prefix}attn.", ring[places], peers, present, turn),
+                partial(self._moe, block),
             )
             self._model.observe("stage_streams", block, streams[:count])
         state = mhc.collapse(streams, carried)
         hidden = rms_norm(state, self._w[self._last + "norm.weight"], c.rms_norm_eps)
         return state, hidden
 
+    def _moe(self, block: int, x: Tensor) -> Tensor:
+        prefix = f"mtp.{block}."
+        bias = self._w[prefix + "ffn.gate.bias"]
+        count = self._c.dspark_num_experts_per_tok
+        return self._model.moe(prefix, x, bias, self._experts[block], count)
+
     def _attention(
-        self, prefix: str, x: Tensor, context: Tensor, peers: Tensor, present: Tensor, turn: Tensor
+        self, prefix: str, context: Tensor, peers: Tensor, present: Tensor, turn: Tensor, x: Tensor
     ) -> Tensor:
         """Attends to the context window and, both ways, to the whole draft."""
         _, q, row = self._model.projections(prefix, x, turn)
@@ -181,7 +180,7 @@ class Drafter:
         params = [anchor.params for anchor in anchors]
         padding = (0, 0, 0, -count % TILE)
         for step in range(self._c.dspark_block_size):
-            embedded = w[self._last + "markov_head.embed.weight"][previous]
+            embedded = w.rows(self._last + "markov_head.embed.weight", previous)
             padded = torch.nn.functional.pad(embedded, padding)
             logits = (
                 base[:, step] + linear(padded, w[self._last + "markov_head.head.weight"])[:count]

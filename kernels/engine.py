@@ -12,23 +12,29 @@ from typing import TYPE_CHECKING, Literal, Self
 import torch
 from torch import Tensor
 
-from flashmesh.errors import Incompatible, InvalidRequest
+from flashmesh.errors import CheckpointError, Incompatible, InvalidRequest
 from flashmesh.kernels.config import ModelConfig
 from flashmesh.kernels.door import EngineStats, RowRun, RunResult, SessionPlan
 from flashmesh.kernels.draft import Anchor, Drafter
 from flashmesh.kernels.engram import BLOCKED, LOOK_BACK, EngramHash, load_token_map
 from flashmesh.kernels.layout import BlockLayout
-from flashmesh.kernels.model import Model, Rows, Span, stack_experts
+from flashmesh.kernels.model import Model, Rows, Span
 from flashmesh.kernels.pages import MAX_ROLLBACK, RUN_ROWS, Pages, Slots, pages_for
 from flashmesh.kernels.sampling import sample
 from flashmesh.kernels.shapes import TILE
-from flashmesh.kernels.weights import load_weights
+from flashmesh.kernels.vision import VisionTower
+from flashmesh.kernels.vision_config import VisionConfig
+from flashmesh.kernels.vision_weights import load_vision
+from flashmesh.kernels.weights import EXPAND_BELOW_BYTES, load_weights
 from flashmesh.types import BLOCK_TOKENS, ModelInfo
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
     from types import TracebackType
+
+    import numpy as np
+    from numpy.typing import NDArray
 
 NUMERICS_REVISION = 1
 """Counts changes of this package that change a bit of a result."""
@@ -45,8 +51,9 @@ class ReferenceSession:
     ) -> None:
         self.plan = plan
         self.images: Mapping[int, Tensor] = {}
-        """Embedding rows of image positions; the whole span is here (tests, until vision is served)."""
+        """Embedding rows of image positions, whole spans; `add_image` fills it."""
         self._engine = engine
+        self._prefix = prefix_tokens
         self._pages = engine.pages.free.take(pages_for(plan.max_tokens))
         try:
             (self.slot,) = engine.slots.free.take(1)
@@ -59,6 +66,45 @@ class ReferenceSession:
         self._num_fresh = 0
         self.num_tokens = plan.first_pos
         self.closed = False
+
+    def add_image(self, start: int, pixels: NDArray[np.uint8]) -> range:
+        """Puts an image into the sequence; its rows are computed here, alone.
+
+        Args:
+            start: position of its first token. May lie before `plan.first_pos`, as long as no row has run: a replay
+                may begin inside an image, and look-back must know of one just before it.
+            pixels: uint8 `[height, width, 3]`, RGB.
+
+        Returns:
+            The positions of its span; the sequence must hold the image token at all of them.
+
+        Raises:
+            InvalidRequest: no vision tower, no image, or the span does not fit the sequence or another image.
+        """
+        tower = self._engine.vision
+        if tower is None:
+            raise InvalidRequest("this engine was loaded without a vision tower")
+        span = range(start, start + tower.num_tokens(pixels))
+        self._check_span(span)
+        self.images = {**self.images, **dict(zip(span, tower.embed(pixels), strict=True))}
+        first = self.plan.first_pos
+        for back in range(1, min(LOOK_BACK, first) + 1):
+            if first - back in span:
+                self.tail[-back] = BLOCKED
+        return span
+
+    def _check_span(self, span: range) -> None:
+        first, text = self.plan.first_pos, f"image of [{span.start}, {span.stop})"
+        if self.closed:
+            raise InvalidRequest("the session is closed")
+        if span.start < 0 or span.stop > self.plan.max_tokens:
+            raise InvalidRequest(f"{text} is not within [0, {self.plan.max_tokens})")
+        if span.start < self.num_tokens != first:
+            raise InvalidRequest(f"{text} comes too late, rows up to {self.num_tokens} have run")
+        if any(position in self.images for position in span):
+            raise InvalidRequest(f"{text} overlaps another")
+        for position in range(span.start, min(span.stop, first)):
+            self._engine.check_image_token(position, self._prefix[position])
 
     def import_block(self, index: int, payload: bytes | memoryview) -> None:
         """Copies a stored block into this session's pages; see `door.Session`."""
@@ -121,12 +167,14 @@ class ReferenceEngine:
         slots: Slots,
         *,
         has_decoder: bool,
+        vision: VisionTower | None = None,
     ) -> None:
         self.info = info
         self.config = config
         self.model = model
         self.pages = pages
         self.slots = slots
+        self.vision = vision
         self._has_decoder = has_decoder
 
     def open(self, plan: SessionPlan, prefix_tokens: Sequence[int]) -> ReferenceSession:
@@ -160,7 +208,7 @@ class ReferenceEngine:
                 max(0, min(len(tokens), begin + len(tokens) - (len(run.tokens) - run.num_logits)))
                 for _, run, tokens in cut
             ]
-            parts = self._pass([(run.session, tokens) for _, run, tokens in cut], counts)
+            parts = self._pass([(_ours(run), tokens) for _, run, tokens in cut], counts)
             for (place, _, _), part in zip(cut, parts, strict=True):
                 logits[place].append(part)
         for run, result, parts in zip(batch, results, logits, strict=True):
@@ -174,16 +222,8 @@ class ReferenceEngine:
         """Proposes tokens after the last drawn one of every chosen run."""
         if not chosen:
             return
-        anchors = [
-            Anchor(
-                token=result.tokens[-1],
-                pos=run.session.num_tokens,
-                slot=run.session.slot,
-                low=run.session.plan.decoder_start,
-                params=run.sampling,
-            )
-            for run, result in chosen
-        ]
+        assert self.model.drafter is not None
+        anchors = [_anchor(_ours(run), run, result) for run, result in chosen]
         for (run, result), draft in zip(chosen, self.model.drafter.draft(anchors), strict=True):
             result.drafts = draft.tokens[: run.num_drafts]
             result.confidences = draft.confidences[: run.num_drafts]
@@ -225,6 +265,22 @@ class ReferenceEngine:
         for token in run.tokens:
             if not 0 <= token < vocab:
                 raise InvalidRequest(f"token id {token} is not in [0, {vocab})")
+        if session.images:
+            for position, token in enumerate(run.tokens, session.num_tokens):
+                if position in session.images:
+                    self.check_image_token(position, token)
+
+    def check_image_token(self, position: int, token: int) -> None:
+        """Refuses another token than the image token at a position that an image covers.
+
+        Raises:
+            InvalidRequest: names both.
+        """
+        expected = self.config.image_token_id
+        if token != expected:
+            raise InvalidRequest(
+                f"token id {token} at position {position} lies in an image, whose id is {expected}"
+            )
 
     def _pass(
         self, runs: Sequence[tuple[ReferenceSession, Sequence[int]]], num_logits: Sequence[int]
@@ -271,10 +327,11 @@ class ReferenceEngine:
             rows.decoder_low[part] = NEVER if plan.decoder_start is None else plan.decoder_start
             pages = session.page_table[pos // BLOCK_TOKENS]
             rows.page[part] = torch.where(pos >= plan.global_start, pages, self.pages.nobody)
-            for position, embedding in session.images.items():
-                if first <= position < first + len(tokens):
-                    rows.text[begin + position - first] = False
-                    rows.embeds[begin + position - first] = embedding
+            # By position, not by image row: a prompt may hold thousands of those, a decode step one position.
+            for place, position in enumerate(pos.tolist() if session.images else (), begin):
+                if position in session.images:
+                    rows.text[place] = False
+                    rows.embeds[place] = session.images[position]
             rows.spans.append(Span(begin, end, session.page_table))
             begin = end
         return rows
@@ -298,6 +355,18 @@ class ReferenceEngine:
         return index, ends, rows.select(index, spans, self.slots.nobody) if keep else None
 
 
+def _ours(run: RowRun) -> ReferenceSession:
+    assert isinstance(run.session, ReferenceSession)
+    return run.session
+
+
+def _anchor(session: ReferenceSession, run: RowRun, result: RunResult) -> Anchor:
+    low = session.plan.decoder_start
+    assert low is not None
+    assert run.sampling is not None
+    return Anchor(result.tokens[-1], session.num_tokens, session.slot, low, run.sampling)
+
+
 def _draw(run: RowRun, result: RunResult, parts: list[Tensor]) -> None:
     if not run.num_logits:
         return
@@ -318,6 +387,8 @@ def load_engine(
     num_pages: int,
     num_slots: int,
     threads: int = 1,
+    expand_below_mb: int = EXPAND_BELOW_BYTES >> 20,
+    vision: bool = False,
 ) -> ReferenceEngine:
     """Loads a checkpoint.
 
@@ -328,6 +399,8 @@ def load_engine(
         num_pages: pages of one block each.
         num_slots: most sessions at once.
         threads: of torch, for the whole process. Part of the numerics id: long reductions are split by thread.
+        expand_below_mb: weights are expanded once if their fp32 values take less; no bit depends on it.
+        vision: load the vision tower too, so that sessions take images; both halves of the model need it.
 
     Raises:
         CheckpointError: names the file and tensor at fault.
@@ -336,7 +409,7 @@ def load_engine(
         raise InvalidRequest(f"threads must be 1, 2, 4 or 8, not {threads}")
     torch.set_num_threads(threads)
     config = ModelConfig.load(folder)
-    weights = load_weights(folder, config, role)
+    weights = load_weights(folder, config, role, expand_below_bytes=expand_below_mb << 20)
     hashes = EngramHash(config, load_token_map(folder, config))
     layout = BlockLayout.of(config)
     has_decoder = role != "prefill"
@@ -360,8 +433,17 @@ def load_engine(
     model = Model(config, weights, hashes, pages, slots, num_layers)
     if has_decoder and config.num_nextn_predict_layers:
         experts = [
-            stack_experts(weights, f"mtp.{block}.", config.dspark_n_routed_experts)
-            for block in range(config.num_nextn_predict_layers)
+            weights.experts(f"mtp.{block}.") for block in range(config.num_nextn_predict_layers)
         ]
         model.drafter = Drafter(config, weights, model, experts, num_slots, slots.ring)
-    return ReferenceEngine(info, config, model, pages, slots, has_decoder=has_decoder)
+    tower = _load_tower(folder, config) if vision else None
+    return ReferenceEngine(
+        info, config, model, pages, slots, has_decoder=has_decoder, vision=tower
+    )
+
+
+def _load_tower(folder: Path, config: ModelConfig) -> VisionTower:
+    sizes = VisionConfig.load(folder)
+    if sizes is None:
+        raise CheckpointError(f"{folder / 'config.json'}: vision_config names no vision tower")
+    return VisionTower(sizes, load_vision(folder, config, sizes))

@@ -107,7 +107,8 @@ def bucket_primes(
     for _ in range(num_layers):
         primes.append([])
         for _ in range(num_orders):
-            candidate, row = start - 1, []
+            candidate = start - 1
+            row: list[int] = []
             while len(row) < num_heads:
                 candidate += 1
                 if candidate not in used and _is_prime(candidate):

@@ -58,4 +58,5 @@ def open_engine(model: ModelSection, role: Role, *, num_pages: int, num_slots: i
         num_pages=num_pages,
         num_slots=num_slots,
         threads=model.threads,
+        expand_below_mb=model.expand_below_mb,
     )

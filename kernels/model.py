@@ -144,10 +144,7 @@ class Model:
         self._frequencies = {
             compressed: frequencies(config, compressed=compressed) for compressed in (False, True)
         }
-        self._experts = [
-            stack_experts(weights, f"layers.{layer}.", config.n_routed_experts)
-            for layer in range(num_layers)
-        ]
+        self._experts = [weights.experts(f"layers.{layer}.") for layer in range(num_layers)]
         self.drafter: Drafter | None = None
 
     def forward(self, rows: Rows, decoder: Rows | None, keep: Tensor, wanted: Tensor) -> Tensor:
@@ -164,7 +161,7 @@ class Model:
         """
         c = self.config
         first = c.num_encoder_layers
-        embedded = self._w["embed.weight"][rows.ids]
+        embedded = self._w.rows("embed.weight", rows.ids)
         for place, row in rows.embeds.items():
             embedded[place] = row
         streams = embedded.unsqueeze(1).repeat(1, c.hc_mult, 1)
@@ -268,7 +265,7 @@ class Model:
                 self._write_global_rows(layer, state, x)
             if layer in c.index_source_layer_ids:
                 state.selections[layer] = self._select(layer, state, x, latent)
-            selected = state.selections[c.index_source(layer)]
+            selected = state.selections[_known(c.index_source(layer))]
             keys = torch.cat((keys, selected.keys), 1)
             present = torch.cat((present, selected.present), 1)
         out = attend(q, keys, present, w[prefix + "attn_sink"], c.head_dim**-0.5)
@@ -346,7 +343,7 @@ class Model:
     def _select(self, layer: int, state: _Pass, x: Tensor, latent: Tensor) -> _Selection:
         """Scores the source's index keys, selects, and gathers the compressed rows: `[R, K, E]`."""
         c, w, prefix = self.config, self._w, f"layers.{layer}.attn.indexer."
-        source = self._pages.sources[c.kv_source(layer)]
+        source = self._pages.sources[_known(c.kv_source(layer))]
         iq = linear(latent, w[prefix + "wq_b.weight"])
         iq = rotate_(iq.view(-1, c.index_n_heads, c.index_head_dim), state.turn[True])
         iq = mxfp4_32(iq)[2]
@@ -409,8 +406,8 @@ class Model:
         if skipped is not None:
             chosen = chosen.masked_fill(skipped, -1)
         y = routed(x, chosen, weights, experts, c.swiglu_limit)
-        shared = (w[f"{prefix}shared_experts.{name}.weight"] for name in ("w1", "w2", "w3"))
-        return y + swiglu(x, *shared, c.swiglu_limit, None)
+        w1, w2, w3 = (w[f"{prefix}shared_experts.{name}.weight"] for name in ("w1", "w2", "w3"))
+        return y + swiglu(x, w1, w2, w3, c.swiglu_limit, None)
 
     def _logits(self, streams: Tensor, carried: Tensor, wanted: Tensor) -> Tensor:
         c, w = self.config, self._w
@@ -424,9 +421,7 @@ class Model:
         return linear(hidden[index], w["head.weight"])[: len(wanted)]
 
 
-def stack_experts(weights: Weights, prefix: str, count: int) -> Experts:
-    """Stacks the experts of one block."""
-    names = [f"{prefix}ffn.experts.{expert}." for expert in range(count)]
-    return Experts(
-        *(weights.stack(f"{name}{part}.weight" for name in names) for part in ("w1", "w2", "w3"))
-    )
+def _known(layer: int | None) -> int:
+    """A compressed layer has sources: the configuration was checked for it."""
+    assert layer is not None
+    return layer

@@ -52,22 +52,22 @@ def sinkhorn(z: Tensor, *, iters: int, eps: float) -> Tensor:
     c = z.t().contiguous().view(4, 4, -1)
     peak = torch.maximum(torch.maximum(c[:, 0], c[:, 1]), torch.maximum(c[:, 2], c[:, 3]))
     m = c.sub_(peak.unsqueeze(1)).exp_().numpy()
-    eps = np.float32(eps)
+    floor = np.float32(eps)
     total = np.empty((4, m.shape[2]), dtype=np.float32)
     by_source = total[:, None]
     sources, destinations = list(m), [m[:, j] for j in range(4)]
     _sum_of_four(destinations, total)
     m /= by_source
-    m += eps
+    m += floor
     _sum_of_four(sources, total)
-    total += eps
+    total += floor
     m /= total
     for _ in range(iters - 1):
         _sum_of_four(destinations, total)
-        total += eps
+        total += floor
         m /= by_source
         _sum_of_four(sources, total)
-        total += eps
+        total += floor
         m /= total
     return torch.from_numpy(m).permute(2, 0, 1).contiguous()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,13 +12,11 @@ from flashmesh.kernels.reference.select import top_sorted
 from flashmesh.kernels.shapes import pad_up
 
 
-@dataclass(slots=True)
-class Experts:
-    """Weights of one layer's experts: w1, w3 `[M, n, D]`, w2 `[M, D, n]`."""
+class Experts(Protocol):
+    """Weights of one layer's experts, asked for only where a row goes there."""
 
-    w1: Tensor
-    w2: Tensor
-    w3: Tensor
+    def __getitem__(self, expert: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns w1 `[n, D]`, w2 `[D, n]` and w3 `[n, D]` of an expert, fp32."""
 
 
 def route(
@@ -84,9 +82,7 @@ def routed(x: Tensor, chosen: Tensor, weights: Tensor, experts: Experts, limit: 
         padded = torch.cat((places, places[:1].expand(pad_up(size) - size)))
         out = swiglu(
             x[padded // count],
-            experts.w1[expert],
-            experts.w2[expert],
-            experts.w3[expert],
+            *experts[expert],
             limit,
             weights.flatten()[padded].unsqueeze(1),
         )

@@ -39,7 +39,7 @@ from flashmesh.v1 import (
 from flashmesh.wire import finish_from_proto, sampling_to_proto
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncGenerator
 
     from flashmesh.index import IndexReader
     from flashmesh.kv_client import KvClient
@@ -100,7 +100,7 @@ class Generation:
     _numerics: str = ""
     _failed: set[str] = field(default_factory=set)
 
-    async def run(self) -> AsyncIterator[Tokens]:
+    async def run(self) -> AsyncGenerator[Tokens, None]:
         """Yields tokens until one carries a finish reason.
 
         Raises:
@@ -126,8 +126,12 @@ class Generation:
                 if last:
                     raise
                 await asyncio.sleep(BACKOFF_S * 2**attempt)
+                if isinstance(error, WorkerLost):
+                    await self.mesh.replicas.wait_fresh(
+                        "decode", self._failed, self.mesh.config.worker_wait_s
+                    )
 
-    async def _attempt(self, attempt: int) -> AsyncIterator[Tokens]:
+    async def _attempt(self, attempt: int) -> AsyncGenerator[Tokens, None]:
         call, config = self.call, self.mesh.config
         plan = plan_replay(
             len(call.prompt), window=call.model.window, replay_tokens=config.replay_tokens
@@ -135,7 +139,7 @@ class Generation:
         if attempt:
             await self._probe_nodes()
         nodes = self.mesh.replicas.nodes()
-        answering = [node for node in nodes if node.id not in self._failed]
+        answering = [node for node in nodes if node.epoch not in self._failed]
         prefix = Prefix(call, plan.num_stored_blocks, answering or nodes)
         if attempt:  # the index has just been wrong, or is about to be
             hit = await prefix.count_present(self.mesh.client)
@@ -160,11 +164,11 @@ class Generation:
             try:
                 await self.mesh.client.have(node.address, [])
             except WorkerLost:
-                self._failed.add(node.id)
+                self._failed.add(node.epoch)
 
     async def _stream(
         self, attempt: int, plan: ReplayPlan, hit: int, chain: types_pb2.BlockChain
-    ) -> AsyncIterator[decode_pb2.TokenChunk]:
+    ) -> AsyncGenerator[decode_pb2.TokenChunk, None]:
         """Runs prefill where it pays and decode beside it; either one's failure ends both."""
         model = self.call.model
         missing = plan.start - hit * BLOCK_TOKENS if plan.num_stored_blocks else 0

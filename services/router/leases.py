@@ -118,7 +118,7 @@ class Leases:
         for address, lease_ids in by_address.items():
             try:
                 for lease_id in await self._client.renew(address, lease_ids, self._ttl_s):
-                    if lease := self._held.get((lease_id, address)):
-                        await self._take(lease)
+                    if lost := self._held.get((lease_id, address)):
+                        await self._take(lost)
             except FlashmeshError as error:
                 log.warning("leases not renewed", extra={"node": address, "error": str(error)})

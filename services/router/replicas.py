@@ -60,6 +60,16 @@ class Replicas:
             raise Incompatible(f"decode workers hold different weights for {chosen.name}")
         return chosen
 
+    async def wait_fresh(self, role: str, avoid: Set[str], wait_s: float) -> None:
+        """Waits a little for a worker that has not failed: another one, or a failed one that started again."""
+
+        def is_there() -> bool:
+            return any(worker.epoch not in avoid for worker in self._view.workers(role))
+
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await self._view.wait_for(is_there)
+
     def nodes(self) -> list[WorkerRecord]:
         """Returns the live kvstore nodes.
 
@@ -80,7 +90,7 @@ class Replicas:
             role: "prefill" or "decode".
             model: that the worker must hold.
             added: load that the request brings.
-            avoid: ids of workers to take only if there is no other.
+            avoid: epochs of workers to take only if there is no other.
             numerics: numerics id to prefer, as only equal ones give equal bits; empty for any.
 
         Returns:
@@ -99,7 +109,7 @@ class Replicas:
                     worker.id,
                     float(worker.load.get(_LOAD_KEY[role], 0)),
                     self._dispatched[worker.id],
-                    worker.id in avoid or bool(numerics and numerics_of(worker) != numerics),
+                    worker.epoch in avoid or bool(numerics and numerics_of(worker) != numerics),
                 )
                 for worker in workers.values()
             ),

@@ -10,7 +10,7 @@ import grpc.aio
 from flashmesh.errors import Overloaded, WorkerLost, from_rpc_error
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncGenerator, Callable
 
     from flashmesh.registry import WorkerRecord
 
@@ -22,7 +22,7 @@ class WorkerStream:
         worker: who answers.
         call: the open call.
         stall_s: longest silence that counts as work.
-        blame: told the worker's id when it is lost or overloaded.
+        blame: told the worker's epoch when it is lost or overloaded.
     """
 
     def __init__(
@@ -54,12 +54,12 @@ class WorkerStream:
                     return None
                 return message
         except TimeoutError as error:
-            self._blame(self._worker.id)
+            self._blame(self._worker.epoch)
             raise WorkerLost(f"{self._who()}: silent for {self._stall_s} s") from error
         except grpc.aio.AioRpcError as error:
             failure = from_rpc_error(error, self._who())
             if isinstance(failure, WorkerLost | Overloaded):
-                self._blame(self._worker.id)
+                self._blame(self._worker.epoch)
             raise failure from error
 
     def _who(self) -> str:
@@ -77,7 +77,7 @@ class WorkerStream:
         self._call.cancel()
 
 
-async def read_beside(main: WorkerStream, side: WorkerStream | None) -> AsyncIterator[Any]:
+async def read_beside(main: WorkerStream, side: WorkerStream | None) -> AsyncGenerator[Any, None]:
     """Yields `main`'s messages; while `side` still runs, its failure ends the iteration at once.
 
     Raises:

@@ -45,6 +45,19 @@ def test_a_decode_worker_lost_mid_stream_costs_a_pause_not_a_token(tmp_path, how
     assert inexact == 0
 
 
+def test_the_only_decode_worker_may_restart_in_the_middle_of_a_stream(tmp_path):
+    prompt = random_prompt(700, seed=6)
+    settings = {"model": {"sim_step_ms": 5.0}, "router": {"worker_wait_s": 60.0}}
+    with start_mesh(tmp_path, overrides=settings) as mesh, mesh.client() as client:
+        stream = client.generate(prompt_request(prompt, PARAMS, seed=PARAMS.seed))
+        tokens = list(next(stream).token_ids)
+        mesh.kill("decode-0")
+        mesh.restart("decode-0")
+        for response in stream:
+            tokens += response.token_ids
+    assert tokens == offline_tokens(SimulatedEngine(), prompt, PARAMS)
+
+
 def test_a_prefill_worker_that_dies_is_replaced_by_another(tmp_path):
     settings = {
         "model": {"sim_step_ms": 50.0},

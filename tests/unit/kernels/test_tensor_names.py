@@ -77,10 +77,10 @@ def test_a_prefill_needs_the_encoder_and_what_makes_the_first_decoder_layers_row
     assert {name for name in names if not name.startswith("layers.")} == {"embed.weight"}
 
 
-def test_a_decode_needs_everything_but_the_draft():
+def test_a_decode_needs_everything():
     needed = {spec.name for spec in needed_by(released(), "decode")}
     everything = {spec.name for spec in tensors(released())}
-    assert {name.split(".")[0] for name in everything - needed} == {"mtp"}
+    assert needed == everything
 
 
 def test_vision_names_are_recognised():

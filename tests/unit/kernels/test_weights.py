@@ -82,13 +82,6 @@ def test_engram_rows_have_the_shape_of_their_ids(loaded):
     assert loaded.engram_rows(1, torch.empty(0, 6, dtype=torch.int64)).shape == (0, 6, 32)
 
 
-def test_stack_joins_tensors_of_one_shape(loaded):
-    names = [f"layers.0.ffn.experts.{expert}.w2.weight" for expert in range(8)]
-    stacked = loaded.stack(names)
-    assert stacked.shape == (8, 64, 64)
-    assert torch.equal(stacked[5], loaded[names[5]])
-
-
 def test_a_prefix_before_every_name_is_accepted(values, tmp_path, loaded):
     folder = single(tmp_path, {f"model.{name}": value for name, value in values.items()})
     weights = load_weights(folder, CONFIG, "all")
@@ -110,8 +103,13 @@ def test_a_prefill_role_loads_no_decoder_and_no_head():
         assert name not in weights
 
 
-def test_draft_and_vision_tensors_are_recognised_and_not_loaded(values, tmp_path, loaded):
-    assert "mtp.0.attn.wkv.weight" not in loaded
+def test_the_draft_is_loaded_by_those_that_decode(loaded):
+    assert "mtp.0.attn.wkv.weight" in loaded
+    prefill = load(golden.DATA / "model_quantized.safetensors", "prefill")
+    assert "mtp.0.attn.wkv.weight" not in prefill
+
+
+def test_vision_tensors_are_recognised_and_not_loaded(values, tmp_path):
     vision = {"vision.norm.weight": torch.ones(4), "image_start": torch.ones(4)}
     assert "image_start" not in load_weights(single(tmp_path, values | vision), CONFIG, "all")
 
@@ -270,7 +268,7 @@ def test_a_nan_weight_is_named(values, tmp_path, name):
 
 
 def test_a_large_engram_table_is_checked_as_its_rows_are_read(values, tmp_path, monkeypatch):
-    monkeypatch.setattr("flashmesh.kernels.weights.WHOLE_FILE_BYTES", 0)
+    monkeypatch.setattr("flashmesh.kernels.engram_table.WHOLE_FILE_BYTES", 0)
     scale = values["layers.3.engram.embed.scale"].clone()
     scale.view(torch.uint8)[9, 0] = 255
     folder = single(tmp_path, values | {"layers.3.engram.embed.scale": scale})
