@@ -95,6 +95,8 @@ class ModelSection:
         threads: CPU threads of a worker's engine; part of its numerics id.
         expand_below_mb: a worker whose weights take less than this as fp32 expands them once; others stay in their
             stored format and are expanded at every use.
+        gemm_quantized: round the inputs of products with F8 and F4 weights to FP8, as the released kernels do. Part
+            of every block's hash: the mesh's workers must agree.
         sim_step_ms: time of a step of the simulated engine.
         sim_row_ms: time of each of its rows.
     """
@@ -106,6 +108,7 @@ class ModelSection:
     cache_dir: str = "~/.cache/flashmesh"
     threads: int = field(default=1, metadata={"choices": (1, 2, 4, 8)})
     expand_below_mb: int = limits(2048, 0, 10_000_000)
+    gemm_quantized: bool = False
     sim_step_ms: float = limits(0.0, 0, 60_000)
     sim_row_ms: float = limits(0.0, 0, 1_000)
 

@@ -85,6 +85,7 @@ class ModelInfo:
         vocab_size: token ids are below it.
         max_context_tokens: most tokens of prompt and output together.
         eos_token_id: the token that ends an answer.
+        gemm_quantized: the switch for quantised GEMM inputs, which changes every stored row.
     """
 
     name: str
@@ -96,3 +97,4 @@ class ModelInfo:
     vocab_size: int
     max_context_tokens: int
     eos_token_id: int
+    gemm_quantized: bool = False

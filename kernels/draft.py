@@ -100,7 +100,7 @@ class Drafter:
             features: fp32 `[R, targets * D]`: means over the streams entering the target layers.
         """
         c, w = self._c, self._w
-        x = linear(features, w["mtp.0.main_proj.weight"])
+        x = self._model.gemm(features, w["mtp.0.main_proj.weight"])
         x = rms_norm(x, w["mtp.0.main_norm.weight"], c.rms_norm_eps)
         self._model.observe("main_x", 0, x)
         turn = turns(rows.pos, self._frequencies)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, Self
 import torch
 from torch import Tensor
 
-from flashmesh.errors import CheckpointError, Incompatible, InvalidRequest
+from flashmesh.errors import Incompatible, InvalidRequest
 from flashmesh.kernels.config import ModelConfig
 from flashmesh.kernels.door import EngineStats, RowRun, RunResult, SessionPlan
 from flashmesh.kernels.draft import Anchor, Drafter
@@ -20,11 +20,10 @@ from flashmesh.kernels.engram import BLOCKED, LOOK_BACK, EngramHash, load_token_
 from flashmesh.kernels.layout import BlockLayout
 from flashmesh.kernels.model import Model, Rows, Span
 from flashmesh.kernels.pages import MAX_ROLLBACK, RUN_ROWS, Pages, Slots, pages_for
+from flashmesh.kernels.reference.basics import linear, quantized_linear
 from flashmesh.kernels.sampling import sample
 from flashmesh.kernels.shapes import TILE
-from flashmesh.kernels.vision import VisionTower
-from flashmesh.kernels.vision_config import VisionConfig
-from flashmesh.kernels.vision_weights import load_vision
+from flashmesh.kernels.vision_weights import load_tower
 from flashmesh.kernels.weights import EXPAND_BELOW_BYTES, load_weights
 from flashmesh.types import BLOCK_TOKENS, ModelInfo
 
@@ -35,6 +34,8 @@ if TYPE_CHECKING:
 
     import numpy as np
     from numpy.typing import NDArray
+
+    from flashmesh.kernels.vision import VisionTower
 
 NUMERICS_REVISION = 1
 """Counts changes of this package that change a bit of a result."""
@@ -387,6 +388,7 @@ def load_engine(
     num_pages: int,
     num_slots: int,
     threads: int = 1,
+    gemm_quantized: bool = False,
     expand_below_mb: int = EXPAND_BELOW_BYTES >> 20,
     vision: bool = False,
 ) -> ReferenceEngine:
@@ -399,6 +401,7 @@ def load_engine(
         num_pages: pages of one block each.
         num_slots: most sessions at once.
         threads: of torch, for the whole process. Part of the numerics id: long reductions are split by thread.
+        gemm_quantized: round inputs of products with F8 and F4 weights to FP8, as the released kernels do.
         expand_below_mb: weights are expanded once if their fp32 values take less; no bit depends on it.
         vision: load the vision tower too, so that sessions take images; both halves of the model need it.
 
@@ -422,28 +425,21 @@ def load_engine(
         layout_id=layout.layout_id,
         numerics_id=(
             f"reference/cpu-{platform.machine()}/torch-{torch.__version__}/threads-{threads}/"
-            f"gemmq-off/rev-{NUMERICS_REVISION}"
+            f"gemmq-{'on' if gemm_quantized else 'off'}/rev-{NUMERICS_REVISION}"
         ),
         block_bytes=layout.block_bytes,
         window=config.sliding_window,
         vocab_size=config.vocab_size,
         max_context_tokens=config.max_position_embeddings,
         eos_token_id=config.eos_token_id,
+        gemm_quantized=gemm_quantized,
     )
-    model = Model(config, weights, hashes, pages, slots, num_layers)
+    gemm = quantized_linear if gemm_quantized else linear
+    model = Model(config, weights, hashes, pages, slots, num_layers, gemm)
     if has_decoder and config.num_nextn_predict_layers:
         experts = [
             weights.experts(f"mtp.{block}.") for block in range(config.num_nextn_predict_layers)
         ]
         model.drafter = Drafter(config, weights, model, experts, num_slots, slots.ring)
-    tower = _load_tower(folder, config) if vision else None
-    return ReferenceEngine(
-        info, config, model, pages, slots, has_decoder=has_decoder, vision=tower
-    )
-
-
-def _load_tower(folder: Path, config: ModelConfig) -> VisionTower:
-    sizes = VisionConfig.load(folder)
-    if sizes is None:
-        raise CheckpointError(f"{folder / 'config.json'}: vision_config names no vision tower")
-    return VisionTower(sizes, load_vision(folder, config, sizes))
+    tower = load_tower(folder, config) if vision else None
+    return ReferenceEngine(info, config, model, pages, slots, has_decoder=has_decoder, vision=tower)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from flashmesh.kernels.config import ModelConfig
+    from flashmesh.kernels.reference.basics import Gemm
 
 LOOK_BACK = 3
 """Tokens before a position that its longest n-gram reads."""
@@ -185,7 +186,13 @@ class EngramHash:
 
 
 def inject(
-    streams: Tensor, rows: Tensor, wkv: Tensor, q_weight: Tensor, k_weight: Tensor, text: Tensor
+    streams: Tensor,
+    rows: Tensor,
+    wkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    text: Tensor,
+    gemm: Gemm = linear,
 ) -> Tensor:
     """Adds a gated value to every stream.
 
@@ -195,12 +202,13 @@ def inject(
         wkv: `[5 D, columns * width]`: four keys, then one value.
         q_weight, k_weight: `[4, D]`.
         text: bool `[R]`; False (an image) closes the gate.
+        gemm: how rows and wkv multiply.
 
     Returns:
         fp32 `[R, 4, D]`.
     """
     num_rows, num_streams, width = streams.shape
-    keys, value = linear(rows, wkv).split([num_streams * width, width], 1)
+    keys, value = gemm(rows, wkv).split([num_streams * width, width], 1)
     keys = keys.view(num_rows, num_streams, width)
     dots = (streams * q_weight * k_weight * keys).sum(-1)
     dots *= torch.rsqrt(streams.square().mean(-1) + 1e-20)

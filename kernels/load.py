@@ -58,5 +58,6 @@ def open_engine(model: ModelSection, role: Role, *, num_pages: int, num_slots: i
         num_pages=num_pages,
         num_slots=num_slots,
         threads=model.threads,
+        gemm_quantized=model.gemm_quantized,
         expand_below_mb=model.expand_below_mb,
     )

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from flashmesh.kernels.config import ModelConfig
     from flashmesh.kernels.draft import Drafter
     from flashmesh.kernels.pages import Pages, Slots
+    from flashmesh.kernels.reference.basics import Gemm
     from flashmesh.kernels.weights import Weights
 
 SubLayer = Callable[[Tensor], Tensor]
@@ -124,6 +125,8 @@ class Model:
         hashes: of the Engram layers.
         pages, slots: the caches.
         num_layers: layers that the role runs: all, or the encoder half.
+        gemm: how F8 and F4 weights multiply: `linear`, or `quantized_linear` as released. The grouped output
+            projection's first half stays unquantised, as in the released inference code.
     """
 
     def __init__(
@@ -134,8 +137,10 @@ class Model:
         pages: Pages,
         slots: Slots,
         num_layers: int,
+        gemm: Gemm = linear,
     ) -> None:
         self.config = config
+        self.gemm = gemm
         self.observe: Observer = lambda name, layer, value: None
         self._w = weights
         self._hashes = hashes
@@ -202,6 +207,7 @@ class Model:
         self.observe("carried_pre", layer, carried)
         if layer in c.engram_layer_ids:
             streams = self._engram(layer, state.rows, streams)
+            self.observe("streams_after_engram", layer, streams)
         if layer in c.dspark_target_layer_ids:
             state.features.append(streams.mean(1))
         return self.block(
@@ -216,17 +222,24 @@ class Model:
         self, prefix: str, streams: Tensor, carried: Tensor, attention: SubLayer, moe: SubLayer
     ) -> tuple[Tensor, Tensor]:
         """Runs both sub-layers of a block around the streams; returns streams and the next pre-mix."""
-        w, eps = self._w, self.config.rms_norm_eps
+        w, eps, observe = self._w, self.config.rms_norm_eps, self.observe
         pre, post, comb = self._mix(prefix + "hc_attn_", streams)
         x = rms_norm(mhc.collapse(streams, carried), w[prefix + "attn_norm.weight"], eps)
-        streams = mhc.spread(streams, attention(x), post, comb)
+        observe(prefix + "attn_in", 0, x)
+        y = attention(x)
+        observe(prefix + "attn_out", 0, y)
+        streams = mhc.spread(streams, y, post, comb)
+        observe(prefix + "streams_mid", 0, streams)
         next_pre, post, comb = self._mix(prefix + "hc_ffn_", streams)
         x = rms_norm(mhc.collapse(streams, pre), w[prefix + "ffn_norm.weight"], eps)
-        return mhc.spread(streams, moe(x), post, comb), next_pre
+        observe(prefix + "ffn_in", 0, x)
+        y = moe(x)
+        observe(prefix + "ffn_out", 0, y)
+        return mhc.spread(streams, y, post, comb), next_pre
 
     def _mix(self, prefix: str, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         c, w = self.config, self._w
-        return mhc.coefficients(
+        mixing = mhc.coefficients(
             streams,
             w[prefix + "fn"],
             w[prefix + "base"],
@@ -234,6 +247,9 @@ class Model:
             iters=c.hc_sinkhorn_iters,
             eps=c.hc_eps,
         )
+        for name, value in zip(("pre", "post", "comb"), mixing, strict=True):
+            self.observe(prefix + name, 0, value)
+        return mixing
 
     def _attention_input(self, layer: int, streams: Tensor, carried: Tensor) -> Tensor:
         weight = self._w[f"layers.{layer}.attn_norm.weight"]
@@ -250,6 +266,7 @@ class Model:
             w[prefix + "q_weight"],
             w[prefix + "k_weight"],
             rows.text,
+            self.gemm,
         )
 
     def _attention(self, layer: int, state: _Pass, x: Tensor) -> Tensor:
@@ -275,15 +292,16 @@ class Model:
         """Returns query latent `[R, Q]`, rotated queries `[R, H, E]` and the window row `[R, E]`."""
         c, w = self.config, self._w
         latent = rms_norm(
-            linear(x, w[prefix + "wq_a.weight"]), w[prefix + "q_norm.weight"], c.rms_norm_eps
+            self.gemm(x, w[prefix + "wq_a.weight"]), w[prefix + "q_norm.weight"], c.rms_norm_eps
         )
-        q = linear(latent, w[prefix + "wq_b.weight"]).view(-1, c.num_attention_heads, c.head_dim)
+        q = self.gemm(latent, w[prefix + "wq_b.weight"])
+        q = q.view(-1, c.num_attention_heads, c.head_dim)
         return latent, rotate_(q, turn), self.window_row(prefix, x, turn)
 
     def window_row(self, prefix: str, x: Tensor, turn: Tensor) -> Tensor:
         """Returns the window row `[R, E]`: key and value of its token in this layer."""
         w, eps = self._w, self.config.rms_norm_eps
-        row = rms_norm(linear(x, w[prefix + "wkv.weight"]), w[prefix + "kv_norm.weight"], eps)
+        row = rms_norm(self.gemm(x, w[prefix + "wkv.weight"]), w[prefix + "kv_norm.weight"], eps)
         return fp8_32(rotate_(row, turn))
 
     def _window(self, layer: int, state: _Pass, row: Tensor) -> tuple[Tensor, Tensor]:
@@ -299,7 +317,7 @@ class Model:
         groups = out.view(len(out), c.o_groups, -1)
         wo_a = w[prefix + "wo_a.weight"].view(c.o_groups, c.o_lora_rank, -1)
         parts = [linear(groups[:, g].contiguous(), wo_a[g]) for g in range(c.o_groups)]
-        return linear(torch.cat(parts, 1), w[prefix + "wo_b.weight"])
+        return self.gemm(torch.cat(parts, 1), w[prefix + "wo_b.weight"])
 
     def _write_global_rows(self, layer: int, state: _Pass, x: Tensor) -> None:
         """Compresses the rows of a KV source layer and stores those that their session may write."""
@@ -344,7 +362,7 @@ class Model:
         """Scores the source's index keys, selects, and gathers the compressed rows: `[R, K, E]`."""
         c, w, prefix = self.config, self._w, f"layers.{layer}.attn.indexer."
         source = self._pages.sources[_known(c.kv_source(layer))]
-        iq = linear(latent, w[prefix + "wq_b.weight"])
+        iq = self.gemm(latent, w[prefix + "wq_b.weight"])
         iq = rotate_(iq.view(-1, c.index_n_heads, c.index_head_dim), state.turn[True])
         iq = mxfp4_32(iq)[2]
         iw = linear(x, w[prefix + "weights_proj.weight"])
@@ -403,11 +421,12 @@ class Model:
         c, w, prefix = self.config, self._w, prefix + "ffn."
         chosen, weights = route(x, w[prefix + "gate.weight"], bias, count, c.routed_scaling_factor)
         self.observe(f"{prefix}route_idx", 0, chosen)
+        self.observe(f"{prefix}route_w", 0, weights)
         if skipped is not None:
             chosen = chosen.masked_fill(skipped, -1)
-        y = routed(x, chosen, weights, experts, c.swiglu_limit)
+        y = routed(x, chosen, weights, experts, c.swiglu_limit, self.gemm)
         w1, w2, w3 = (w[f"{prefix}shared_experts.{name}.weight"] for name in ("w1", "w2", "w3"))
-        return y + swiglu(x, w1, w2, w3, c.swiglu_limit, None)
+        return y + swiglu(x, w1, w2, w3, c.swiglu_limit, None, self.gemm)
 
     def _logits(self, streams: Tensor, carried: Tensor, wanted: Tensor) -> Tensor:
         c, w = self.config, self._w

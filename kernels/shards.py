@@ -21,6 +21,7 @@ from flashmesh.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from io import RawIOBase
 
     from numpy.typing import NDArray
 
@@ -81,10 +82,22 @@ class Shard:
         return mapped.view(np.ndarray)
 
     def read(self, name: str) -> torch.Tensor:
-        """Copies a tensor out of the file, in its stored dtype and shape."""
+        """Copies a tensor out of the file, in its stored dtype and shape.
+
+        Raises:
+            CheckpointError: the file has shrunk or gone since its header was read.
+        """
         entry = self.entries[name]
-        raw = torch.from_numpy(self.bytes_of(name).copy())
-        return raw.view(_DTYPES[entry.dtype]).view(entry.shape)
+        raw = np.empty(entry.stop - entry.start, dtype=np.uint8)
+        try:
+            # Read, not copied out of a mapping: that takes half again to four times as long.
+            with self.path.open("rb", buffering=0) as file:
+                file.seek(entry.start)
+                if _fill(file, raw) < len(raw):
+                    raise CheckpointError(f"{self.path.name}: {name}: the file has shrunk")
+        except OSError as error:
+            raise CheckpointError(f"{self.path.name}: {name}: {error}") from error
+        return torch.from_numpy(raw).view(_DTYPES[entry.dtype]).view(entry.shape)
 
     def rows(self, name: str) -> MappedRows:
         """Maps a 2-D tensor; the mapping outlives the file's name."""
@@ -101,6 +114,14 @@ class MappedRows(NamedTuple):
     def read(self, ids: NDArray[np.int64]) -> torch.Tensor:
         """Copies `[n]` rows, in their stored dtype."""
         return torch.from_numpy(self.data[ids]).view(self.dtype)
+
+
+def _fill(file: RawIOBase, buffer: NDArray[np.uint8]) -> int:
+    """Reads until the buffer is full or the file ends: one call gives 2 GiB at most."""
+    filled = 0
+    while filled < len(buffer) and (count := file.readinto(buffer[filled:].data)):
+        filled += count
+    return filled
 
 
 def open_shards(folder: Path) -> list[Shard]:

@@ -1,7 +1,8 @@
 """Every tensor of a checkpoint: its released name, its logical shape, how it is stored.
 
 One table for the loader, which checks files against it, and for the maker of demo checkpoints. It
-covers the backbone and the draft blocks; vision tensors are only recognised by name.
+covers the backbone and the draft blocks, and apart from them the vision tower, which text does
+without.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
     from flashmesh.kernels.config import ModelConfig
     from flashmesh.kernels.formats import Kind
+    from flashmesh.kernels.vision_config import VisionConfig
 
 Role = Literal["prefill", "decode", "all"]
 
@@ -72,8 +74,38 @@ def needed_by(config: ModelConfig, role: Role) -> Iterator[TensorSpec]:
             yield spec
 
 
+def vision_tensors(vision: VisionConfig, hidden_size: int) -> Iterator[TensorSpec]:
+    """Yields every tensor of the vision tower, of the aligner and of an image's marks.
+
+    Args:
+        vision: sizes of the tower.
+        hidden_size: of the text model, whose embedding rows the aligner makes.
+    """
+    v, width = vision, vision.hidden_size
+    yield from _affine("vision.patch_embed.proj", width, v.patch_values)
+    for block in range(v.num_hidden_layers):
+        prefix = f"vision.blocks.{block}."
+        yield TensorSpec(prefix + "norm1.weight", (width,), "BF16")
+        yield from _affine(prefix + "attn.wqkv", 3 * width, width)
+        yield from _affine(prefix + "attn.wo", width, width)
+        yield TensorSpec(prefix + "norm2.weight", (width,), "BF16")
+        # Gate rows first, then up.
+        yield TensorSpec(prefix + "mlp.w1.weight", (2 * v.intermediate_size, width), "BF16")
+        yield TensorSpec(prefix + "mlp.w2.weight", (width, v.intermediate_size), "BF16")
+    yield TensorSpec("vision.norm.weight", (width,), "BF16")
+    yield from _affine("aligner.w1", hidden_size, width * v.downsample_ratio**2)
+    yield from _affine("aligner.w2", hidden_size, hidden_size)
+    for name in ("image_start", "image_end", "image_newline"):
+        yield TensorSpec(name, (hidden_size,), "BF16")
+
+
+def _affine(name: str, outputs: int, inputs: int) -> Iterator[TensorSpec]:
+    yield TensorSpec(name + ".weight", (outputs, inputs), "BF16")
+    yield TensorSpec(name + ".bias", (outputs,), "BF16")
+
+
 def is_vision(name: str) -> bool:
-    """Whether a name belongs to the vision tower, which is recognised but never loaded."""
+    """Whether a name belongs to the vision tower, which no text role loads."""
     return name in _VISION_NAMES or name.startswith(_VISION_PREFIXES)
 
 

@@ -1,84 +1,48 @@
-"""Loads a checkpoint: checks it against the configuration, then expands what a role needs.
+"""Loads a checkpoint: checks it against the configuration, then reads what a role needs.
 
 Stages run from cheap to dear, headers only until the last: files, names, coverage, shapes and
 dtypes, values. Whatever is wrong ends as a `CheckpointError` naming tensor, file, expected and
-found, before the engine has done anything. Engram tables are never expanded: they stay mapped in
-their stored format, and rows are expanded as they are looked up.
+found, before the engine has done anything. Weights stay in their stored format and are expanded
+whenever they are used, except in a model so small that all of them are expanded once. Engram tables
+stay in their files.
 """
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
-
-import numpy as np
-import torch
+from typing import TYPE_CHECKING
 
 from flashmesh.errors import CheckpointError
-from flashmesh.kernels.formats import Kind, expand, stored
-from flashmesh.kernels.shards import (
-    WHOLE_FILE_BYTES,
-    Entry,
-    MappedRows,
-    Shard,
-    fingerprint,
-    open_shards,
+from flashmesh.kernels.checkpoint import (
+    Place,
+    check_coverage,
+    check_storage,
+    find_tensors,
+    stored_kind,
 )
+from flashmesh.kernels.engram_table import EngramTable
+from flashmesh.kernels.loading_bar import loading_bar
+from flashmesh.kernels.shards import fingerprint, open_shards
+from flashmesh.kernels.stored_tensor import StoredTensor, check_finite
 from flashmesh.kernels.tensor_names import (
     Role,
     TensorSpec,
     engram_table_name,
-    is_vision,
     needed_by,
     scale_name,
     tensors,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping
+
+    from torch import Tensor
 
     from flashmesh.kernels.config import ModelConfig
 
-_OPTIONAL_PREFIX = "model."
-_NUM_NAMED = 5
-_SCAN_ROWS = 1 << 14
-
-
-class _Place(NamedTuple):
-    """Where a tensor lies: the shard, and its name there (maybe prefixed)."""
-
-    shard: Shard
-    name: str
-
-    @property
-    def entry(self) -> Entry:
-        return self.shard.entries[self.name]
-
-
-class _Table(NamedTuple):
-    """An Engram table, mapped."""
-
-    place: _Place
-    weight: MappedRows
-    scale: MappedRows | None
-
-    @classmethod
-    def open(cls, weight: _Place, scale: _Place | None) -> _Table:
-        return cls(
-            weight,
-            weight.shard.rows(weight.name),
-            None if scale is None else scale.shard.rows(scale.name),
-        )
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.weight.data)
-
-    def rows(self, ids: np.ndarray) -> torch.Tensor:
-        scale = None if self.scale is None else self.scale.read(ids)
-        values = expand("F8row", self.weight.read(ids), scale)
-        _check_finite(values, self.place)
-        return values
+EXPAND_BELOW_BYTES = 2048 << 20
+"""Expanded size below which a model is expanded once, where nobody says otherwise."""
 
 
 class Weights:
@@ -86,27 +50,50 @@ class Weights:
 
     Attributes:
         fingerprint: 32 bytes over configuration and files, equal for every role.
+        num_bytes: memory that the tensors take; mapped Engram tables take none.
     """
 
     def __init__(
-        self, values: dict[str, torch.Tensor], tables: dict[int, _Table], fingerprint: bytes
+        self,
+        values: Mapping[str, Tensor | StoredTensor],
+        tables: Mapping[int, EngramTable],
+        fingerprint: bytes,
     ) -> None:
         self.fingerprint = fingerprint
         self._values = values
         self._tables = tables
 
-    def __getitem__(self, name: str) -> torch.Tensor:
-        """Returns a tensor, fp32; KeyError for one that the role does not load."""
-        return self._values[name]
+    def __getitem__(self, name: str) -> Tensor:
+        """Returns a tensor, fp32; KeyError for one that the role does not load.
+
+        A tensor kept in its stored format is expanded anew by every call.
+        """
+        value = self._values[name]
+        return value.expand() if isinstance(value, StoredTensor) else value.float()
 
     def __contains__(self, name: str) -> bool:
         return name in self._values
 
-    def stack(self, names: Iterable[str]) -> torch.Tensor:
-        """Stacks tensors of one shape along a new first axis, into new memory."""
-        return torch.stack([self._values[name] for name in names])
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory behind all tensors."""
+        return sum(
+            value.weight.nbytes + value.scale.nbytes
+            if isinstance(value, StoredTensor)
+            else value.nbytes
+            for value in self._values.values()
+        )
 
-    def engram_rows(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
+    def rows(self, name: str, ids: Tensor) -> Tensor:
+        """Returns rows of a 2-D tensor, fp32, expanding no others of an unquantised one."""
+        value = self._values[name]
+        return self[name][ids] if isinstance(value, StoredTensor) else value[ids].float()
+
+    def experts(self, prefix: str) -> ExpertWeights:
+        """Returns a block's routed experts; `prefix` as in "layers.3."."""
+        return ExpertWeights(self, prefix)
+
+    def engram_rows(self, layer: int, rows: Tensor) -> Tensor:
         """Looks rows up in the table of an Engram layer.
 
         Args:
@@ -123,15 +110,36 @@ class Weights:
         return values.reshape(*rows.shape, values.shape[-1])
 
 
-def load_weights(folder: Path, config: ModelConfig, role: Role) -> Weights:
+class ExpertWeights:
+    """Routed experts of one block: an expert's matrices are expanded when it is asked for."""
+
+    def __init__(self, weights: Weights, prefix: str) -> None:
+        self._weights = weights
+        self._prefix = f"{prefix}ffn.experts."
+
+    def __getitem__(self, expert: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns w1 `[n, D]`, w2 `[D, n]` and w3 `[n, D]` of an expert, fp32."""
+        name = f"{self._prefix}{expert}."
+        w1, w2, w3 = (self._weights[f"{name}{part}.weight"] for part in ("w1", "w2", "w3"))
+        return w1, w2, w3
+
+
+def load_weights(
+    folder: Path,
+    config: ModelConfig,
+    role: Role,
+    *,
+    expand_below_bytes: int = EXPAND_BELOW_BYTES,
+) -> Weights:
     """Loads the tensors of a role.
 
     Args:
         folder: with `model.safetensors.index.json` and its shards, or one `model.safetensors`.
         config: what the files must fit.
         role: "prefill" loads the encoder half and what the first decoder layer's compressed rows
-            need; "decode" and "all" load the whole backbone. Draft and vision tensors are
-            recognised and not loaded.
+            need; "decode" and "all" load the whole model. Vision tensors are recognised and not
+            loaded.
+        expand_below_bytes: expand the tensors once if their fp32 values take less than this.
 
     Raises:
         CheckpointError: see the module's text.
@@ -139,120 +147,52 @@ def load_weights(folder: Path, config: ModelConfig, role: Role) -> Weights:
     shards = open_shards(folder)
     specs = {spec.name: spec for spec in tensors(config)}
     needed = list(needed_by(config, role))
-    places = _find(shards, specs)
-    _check_coverage(places, needed, folder)
-    for name, place in places.items():
-        if name in specs:
-            _check_storage(place, places.get(scale_name(name)), specs[name])
+    places = find_tensors(shards, specs)
+    check_coverage(places, needed, folder)
+    check_storage(places, specs)
     tables = _open_tables(places, config, {spec.name for spec in needed})
     table_names = {engram_table_name(layer) for layer in tables}
-    values = {s.name: _load(places, s) for s in needed if s.name not in table_names}
+    loaded = [spec for spec in needed if spec.name not in table_names]
+    expands = expanded_bytes(loaded) < expand_below_bytes
+    values = {}
+    with loading_bar(sum(places[spec.name].num_bytes for spec in loaded)) as count_bytes:
+        for spec in loaded:
+            value = _read(places, spec)
+            values[spec.name] = _expanded(value) if expands else value
+            count_bytes(places[spec.name].num_bytes)
     return Weights(values, tables, fingerprint(config, shards, folder / "tokenizer.json"))
 
 
-def _find(shards: Sequence[Shard], specs: dict[str, TensorSpec]) -> dict[str, _Place]:
-    """Maps released names to places; refuses unknown names and names that occur twice."""
-    places: dict[str, _Place] = {}
-    for shard in shards:
-        for name in shard.entries:
-            bare = name.removeprefix(_OPTIONAL_PREFIX)
-            if not (_is_known(bare, specs) or is_vision(bare)):
-                raise CheckpointError(
-                    f"{shard.path.name}: {name} belongs to no tensor of this configuration"
-                )
-            if bare in places:
-                raise CheckpointError(
-                    f"{shard.path.name}: {name} is there twice, also in "
-                    f"{places[bare].shard.path.name}"
-                )
-            places[bare] = _Place(shard, name)
-    return places
+def expanded_bytes(specs: Iterable[TensorSpec]) -> int:
+    """Returns how much memory tensors would take as fp32."""
+    return sum(4 * math.prod(spec.shape) for spec in specs)
 
 
-def _is_known(name: str, specs: dict[str, TensorSpec]) -> bool:
-    if name in specs:
-        return True
-    owner = specs.get(name.removesuffix("scale") + "weight") if name.endswith(".scale") else None
-    return owner is not None and stored(owner.kind, owner.shape).scale_shape is not None
-
-
-def _check_coverage(places: dict[str, _Place], needed: Sequence[TensorSpec], folder: Path) -> None:
-    missing = []
-    for name, shape, kind in needed:
-        if name not in places:
-            missing.append(name)
-        elif (
-            stored(kind, shape).scale_shape is not None
-            and places[name].entry.dtype != "BF16"  # a dequantised copy has no scales
-            and scale_name(name) not in places
-        ):
-            missing.append(scale_name(name))
-    if missing:
-        more = f" and {len(missing) - _NUM_NAMED} more" if len(missing) > _NUM_NAMED else ""
-        raise CheckpointError(
-            f"{folder}: {len(missing)} tensors are missing from all shards: "
-            f"{', '.join(missing[:_NUM_NAMED])}{more}"
-        )
-
-
-def _check_storage(place: _Place, scale: _Place | None, spec: TensorSpec) -> None:
-    """Compares a header entry, and that of its scales, with the configuration."""
-    expected = stored(spec.kind, spec.shape)
-    if scale is None and place.entry.dtype == "BF16" and expected.scale_shape is not None:
-        expected = stored("BF16", spec.shape)
-    _check_entry(place, expected.dtype, expected.shape)
-    if scale is not None and expected.scale_shape is not None:
-        _check_entry(scale, "F8_E8M0", expected.scale_shape)
-
-
-def _check_entry(place: _Place, dtype: str, shape: tuple[int, ...]) -> None:
-    found = place.entry
-    if (found.dtype, found.shape) != (dtype, shape):
-        raise CheckpointError(
-            f"{place.shard.path.name}: {place.name}: expected {dtype} {list(shape)}, "
-            f"found {found.dtype} {list(found.shape)}"
-        )
-
-
-def _load(places: dict[str, _Place], spec: TensorSpec) -> torch.Tensor:
+def _read(places: Mapping[str, Place], spec: TensorSpec) -> Tensor | StoredTensor:
+    """Copies a tensor out of its file, in its stored format."""
     place, scale = places[spec.name], places.get(scale_name(spec.name))
-    raw_scale = None if scale is None else scale.shard.read(scale.name)
-    values = expand(_stored_kind(place, spec.kind), place.shard.read(place.name), raw_scale)
-    _check_finite(values, place)
-    return values
+    value: Tensor | StoredTensor = place.shard.read(place.name)
+    if scale is not None:
+        kind = stored_kind(place, spec.kind)
+        value = StoredTensor(kind, value, scale.shard.read(scale.name))
+    check_finite(value, place)
+    return value
 
 
-def _stored_kind(place: _Place, kind: Kind) -> Kind:
-    return "BF16" if place.entry.dtype == "BF16" else kind
+def _expanded(value: Tensor | StoredTensor) -> Tensor:
+    return value.expand() if isinstance(value, StoredTensor) else value.float()
 
 
 def _open_tables(
-    places: dict[str, _Place], config: ModelConfig, needed: set[str]
-) -> dict[int, _Table]:
+    places: Mapping[str, Place], config: ModelConfig, needed: set[str]
+) -> dict[int, EngramTable]:
     tables = {}
     for layer in config.engram_layer_ids:
         name = engram_table_name(layer)
         if name in needed:
-            tables[layer] = _Table.open(places[name], places.get(scale_name(name)))
-            _scan(tables[layer])
+            tables[layer] = EngramTable.open(places[name], places.get(scale_name(name)))
+            tables[layer].scan()
     return tables
-
-
-def _scan(table: _Table) -> None:
-    """Looks for NaN in a table small enough for it; larger ones are checked as rows are read."""
-    entry = table.place.entry
-    if entry.stop - entry.start <= WHOLE_FILE_BYTES:
-        for start in range(0, table.num_rows, _SCAN_ROWS):
-            table.rows(np.arange(start, min(start + _SCAN_ROWS, table.num_rows)))
-
-
-def _check_finite(values: torch.Tensor, place: _Place) -> None:
-    finite = torch.isfinite(values)
-    if not finite.all():
-        raise CheckpointError(
-            f"{place.shard.path.name}: {place.name}: expected finite values, "
-            f"found {int((~finite).sum())} NaN or infinite of {values.numel()}"
-        )
 
 
 def checkpoint_folder(path_or_hub_id: str, revision: str | None) -> Path:

@@ -7,18 +7,32 @@ others. Source of the formulas: the released model's configuration and inference
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from flashmesh.kernels.quantize import fp8_32
+
 if TYPE_CHECKING:
     from flashmesh.kernels.config import ModelConfig
+
+
+Gemm = Callable[["Tensor", "Tensor"], "Tensor"]
+"""`linear`, or `quantized_linear`."""
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """Returns `x @ weight.T`; x `[..., n]`, weight `[m, n]`."""
     return torch.nn.functional.linear(x, weight)
+
+
+def quantized_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Like `linear`, with the input rounded to FP8-32 first, as the released kernels do for F8 and F4 weights."""
+    width = x.shape[-1]
+    padded = torch.nn.functional.pad(x, (0, -width % 32))
+    return linear(fp8_32(padded)[..., :width], weight)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

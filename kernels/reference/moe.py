@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from flashmesh.kernels.reference.basics import linear
+from flashmesh.kernels.reference.basics import Gemm, linear
 from flashmesh.kernels.reference.select import top_sorted
 from flashmesh.kernels.shapes import pad_up
 
@@ -44,18 +44,31 @@ def route(
 
 
 def swiglu(
-    x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, limit: float, weight: Tensor | None
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    w3: Tensor,
+    limit: float,
+    weight: Tensor | None,
+    gemm: Gemm = linear,
 ) -> Tensor:
-    """One expert: x `[R, D]` to `[R, D]`; `weight` `[R, 1]` scales before w2."""
-    g = linear(x, w1).clamp_(max=limit)
-    u = linear(x, w3).clamp_(-limit, limit)
+    """One expert: x `[R, D]` to `[R, D]`; `weight` `[R, 1]` scales before w2, `gemm` multiplies."""
+    g = gemm(x, w1).clamp_(max=limit)
+    u = gemm(x, w3).clamp_(-limit, limit)
     a = torch.nn.functional.silu(g).mul_(u)
     if weight is not None:
         a *= weight
-    return linear(a, w2)
+    return gemm(a, w2)
 
 
-def routed(x: Tensor, chosen: Tensor, weights: Tensor, experts: Experts, limit: float) -> Tensor:
+def routed(
+    x: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    experts: Experts,
+    limit: float,
+    gemm: Gemm = linear,
+) -> Tensor:
     """Sums the chosen experts of every row, in slot order.
 
     Args:
@@ -63,6 +76,7 @@ def routed(x: Tensor, chosen: Tensor, weights: Tensor, experts: Experts, limit: 
         chosen, weights: `[R, count]`; an id of -1 skips the slot.
         experts: of this layer.
         limit: of the SwiGLU clamps.
+        gemm: how experts multiply.
 
     Returns:
         fp32 `[R, D]`.
@@ -85,6 +99,7 @@ def routed(x: Tensor, chosen: Tensor, weights: Tensor, experts: Experts, limit: 
             *experts[expert],
             limit,
             weights.flatten()[padded].unsqueeze(1),
+            gemm,
         )
         slots[places] = out[:size]
     slots = slots.view(num_rows, count, -1)

@@ -52,7 +52,7 @@ class Prefix:
         root = hashing.root_hash(
             fingerprint=call.model.fingerprint,
             layout_id=call.model.layout_id,
-            gemm_quantized=False,
+            gemm_quantized=call.model.gemm_quantized,
             tenant_salt=b"",
         )
         extras = b""

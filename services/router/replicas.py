@@ -56,8 +56,10 @@ class Replicas:
             served = ", ".join(sorted({model.name for model in models}))
             raise InvalidRequest(f"model {name!r} is not served here; served: {served}")
         chosen = next(model for model in models if not name or model.name == name)
-        if any(m.name == chosen.name and m.fingerprint != chosen.fingerprint for m in models):
-            raise Incompatible(f"decode workers hold different weights for {chosen.name}")
+        if any(m.name == chosen.name and not same_blocks(m, chosen) for m in models):
+            raise Incompatible(
+                f"decode workers for {chosen.name} differ in weights, block layout or GEMM quantisation"
+            )
         return chosen
 
     async def wait_fresh(self, role: str, avoid: Set[str], wait_s: float) -> None:
@@ -99,9 +101,7 @@ class Replicas:
         workers = {
             worker.id: worker
             for worker in self._view.workers(role)
-            if worker.model is not None
-            and (worker.model.fingerprint, worker.model.layout_id)
-            == (model.fingerprint, model.layout_id)
+            if worker.model is not None and same_blocks(worker.model, model)
         }
         choice = place(
             (
@@ -127,6 +127,15 @@ class Replicas:
             self._dispatched[worker.id] -= load
             if not self._dispatched[worker.id]:
                 del self._dispatched[worker.id]
+
+
+def same_blocks(one: ModelInfo, other: ModelInfo) -> bool:
+    """Says whether two workers may share blocks."""
+    return (one.fingerprint, one.layout_id, one.gemm_quantized) == (
+        other.fingerprint,
+        other.layout_id,
+        other.gemm_quantized,
+    )
 
 
 def numerics_of(worker: WorkerRecord) -> str:

@@ -5,6 +5,7 @@ import torch
 from support import golden
 
 from flashmesh.kernels.door import RowRun, SessionPlan
+from flashmesh.kernels.quantize import fp8_32
 
 QUIET_TOLERANCE, NOISY_TOLERANCE = 1e-4, 2e-2
 """From the vectors' README: fp32 implementations differ by summation order only."""
@@ -38,6 +39,37 @@ def test_hidden_states_and_logits_agree(engine, name):
         check(carried, expected[f"{name}.carried_pre"][layer], quiet, f"carried into {layer}")
     check(record.get("final", 8, num), expected[f"{name}.final"], quiet, "final norm")
     check(logits, expected[f"{name}.logits"], quiet, "logits")
+
+
+def test_every_sub_step_of_a_sequence_agrees(engine):
+    record = golden.Recorder(engine)
+    tokens, quiet = golden.ids("s40"), golden.quiet_rows("s40")
+    golden.full_forward(engine, tokens)
+    expected = golden.vectors("trace_s40_fp32")
+    names = {
+        "attn_in": "attn_in",
+        "attn_out": "attn_out",
+        "ffn_in": "ffn_in",
+        "ffn_out": "ffn_out",
+        "streams_mid": "streams_mid",
+        "route_w": "ffn.route_w",
+    } | {
+        f"{site}_hc.{part}": f"hc_{site}_{part}"
+        for site in ("attn", "ffn")
+        for part in ("pre", "post", "comb")
+    }
+    for layer in range(8):
+        for theirs, ours in names.items():
+            got = record.get(f"layers.{layer}.{ours}", 0, 40)
+            wanted = expected[f"L{layer}.{theirs}"]
+            if theirs == "route_w":  # order of slots is not part of the vectors
+                got, wanted = got.sort(1).values, wanted.sort(1).values
+            check(got, wanted, quiet, f"{theirs} of layer {layer}")
+    for layer in (1, 3):
+        got = record.get("streams_after_engram", layer, 40)
+        check(got, expected[f"L{layer}.streams_after_engram"], quiet, f"Engram of layer {layer}")
+        looked_up = record.get("engram_rows", layer, 40)
+        assert looked_up.shape == (40, 6 * 32)
 
 
 def test_caches_and_selections_of_a_long_sequence_agree(engine):
@@ -134,3 +166,33 @@ def test_released_formats_load_to_the_values_of_their_dequantised_copy():
     plain, quantised = golden.golden_engine(), golden.golden_engine(quantized=True)
     tokens = golden.ids("s40")
     assert torch.equal(golden.full_forward(plain, tokens), golden.full_forward(quantised, tokens))
+
+
+def test_quantised_gemm_inputs_change_little_and_keep_rows_invariant(engine):
+    """No vectors exist for this switch: it is checked against the definition, by effect, and by law."""
+    quantised = golden.golden_engine(gemm_quantized=True)
+    assert quantised.info.gemm_quantized
+    assert "gemmq-on" in quantised.info.numerics_id
+    tokens = golden.ids("s40")
+    record = golden.Recorder(quantised)
+    logits = golden.full_forward(quantised, tokens)
+    plain = golden.full_forward(engine, tokens)
+    cosine = torch.nn.functional.cosine_similarity(logits, plain, dim=1)
+    assert not torch.equal(logits, plain)
+    assert cosine.mean() > 0.95
+    with quantised.open(golden.full_plan(40), []) as session:
+        parts = [
+            quantised.step(
+                [RowRun(session=session, tokens=[token], num_logits=1, keep_logits=True)]
+            )[0].logits
+            for token in tokens
+        ]
+    assert torch.equal(torch.cat(parts), logits)
+    x = record.get("layers.0.attn_in", 0, 40)
+    weights = quantised.model._w
+    row = fp8_32(x) @ weights["layers.0.attn.wkv.weight"].t()
+    normed = row * torch.rsqrt(row.square().mean(1, keepdim=True))
+    normed = normed * weights["layers.0.attn.kv_norm.weight"]
+    got = record.get("window_kv", 0, 40)
+    still = normed[:, :48]  # not rotated; the stored row is that, in FP8
+    assert ((got[:, :48] - still).abs() <= still.abs() / 8 + 1e-3).all()

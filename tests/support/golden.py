@@ -47,12 +47,20 @@ def checkpoint(quantized: bool = False) -> Path:
     return folder
 
 
-def golden_engine(*, role="all", threads=1, quantized=False, num_slots=12) -> ReferenceEngine:
+def golden_engine(
+    *, role="all", threads=1, quantized=False, num_slots=12, gemm_quantized=False
+) -> ReferenceEngine:
     """The golden model, loaded."""
     folder = checkpoint(quantized)
     try:
         return load_engine(
-            folder, role=role, name="golden", num_pages=64, num_slots=num_slots, threads=threads
+            folder,
+            role=role,
+            name="golden",
+            num_pages=64,
+            num_slots=num_slots,
+            threads=threads,
+            gemm_quantized=gemm_quantized,
         )
     finally:
         shutil.rmtree(folder)
