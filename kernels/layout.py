@@ -127,3 +127,44 @@ def _source_layout(config: ModelConfig, layer: int, offset: int) -> SourceLayout
         kv_code_bytes=kv_codes,
         kv_scale_bytes=kv_scales,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class WindowLayout:
+    """The bytes of one sequence's position-bound state in stored form; no such object is stored or sent yet.
+
+    A window row is `head_dim` e4m3 codes and one E8M0 scale for 32 of them; an open pair is one token's latent and
+    gate in fp32. For V4.1-Flash: 528 bytes a row, 2,703,360 for 40 layers of 128 rows, 202,752 for the draft, 12,288
+    for three open pairs.
+
+    Attributes:
+        row_bytes: of a window row.
+        layer_bytes: of one layer's window.
+        backbone_bytes, draft_bytes: of all windows of the backbone, and of the draft blocks.
+        open_pair_bytes: of the compressors' open pairs.
+    """
+
+    row_bytes: int
+    layer_bytes: int
+    backbone_bytes: int
+    draft_bytes: int
+    open_pair_bytes: int
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> WindowLayout:
+        """Computes the sizes for a model."""
+        row = config.head_dim + config.head_dim // 32
+        layer = config.sliding_window * row
+        pairs = sum(config.ratio(source) == 2 for source in config.kv_source_layer_ids)
+        return cls(
+            row_bytes=row,
+            layer_bytes=layer,
+            backbone_bytes=layer * config.num_hidden_layers,
+            draft_bytes=layer * config.num_nextn_predict_layers,
+            open_pair_bytes=pairs * 2 * config.head_dim * 4,
+        )
+
+    @property
+    def slot_bytes(self) -> int:
+        """Everything that one sequence needs beside its blocks."""
+        return self.backbone_bytes + self.draft_bytes + self.open_pair_bytes

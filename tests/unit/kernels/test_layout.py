@@ -6,7 +6,7 @@ import json
 from support import golden
 
 from flashmesh.kernels.config import ModelConfig
-from flashmesh.kernels.layout import BlockLayout
+from flashmesh.kernels.layout import BlockLayout, WindowLayout
 
 GOLDEN = ModelConfig.from_dict(json.loads((golden.DATA / "config.json").read_text()))
 RELEASED = dataclasses.replace(
@@ -50,3 +50,12 @@ def test_the_id_names_the_layout_and_nothing_else():
     for change in ({"head_dim": 128}, {"index_head_dim": 64}):
         other = BlockLayout.of(dataclasses.replace(GOLDEN, **change))
         assert other.layout_id != layout.layout_id
+
+
+def test_a_window_slot_of_the_released_model_has_the_published_sizes():
+    slot = WindowLayout.of(dataclasses.replace(RELEASED, sliding_window=128))
+    assert slot.row_bytes == 528
+    assert slot.backbone_bytes == 128 * 528 * 40 == 2_703_360
+    assert slot.draft_bytes == 202_752
+    assert slot.open_pair_bytes == 3 * 4096
+    assert slot.slot_bytes == 2_703_360 + 202_752 + 12_288
