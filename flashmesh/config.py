@@ -15,7 +15,7 @@ import typing
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from flashmesh.errors import ConfigError
 
@@ -71,11 +71,13 @@ class MeshConfig:
         if not self.redis_url:
             raise ConfigError("mesh.redis_url is required")
         url = urlsplit(self.redis_url)
+        if url.scheme == "unix":
+            return self.redis_url
         password = _read_secret(self.redis_password_file, "mesh.redis_password_file")
         if password and not url.password and url.hostname:
             host = url.netloc.rpartition("@")[2]
-            url = url._replace(netloc=f"{url.username or ''}:{password}@{host}")
-        if url.scheme != "unix" and not is_loopback(url.hostname or "") and not url.password:
+            url = url._replace(netloc=f"{url.username or ''}:{quote(password, safe='')}@{host}")
+        if not is_loopback(url.hostname or "") and not url.password:
             raise ConfigError(
                 f"mesh.redis_url: {url.hostname} is off this host, so a password is needed"
             )

@@ -119,6 +119,8 @@ _FROM_STATUS: dict[grpc.StatusCode, type[FlashmeshError]] = {
     grpc.StatusCode.FAILED_PRECONDITION: Incompatible,
     grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
     grpc.StatusCode.UNAVAILABLE: WorkerLost,
+    # Our own cancellation never comes back as an error: this is a worker that stopped under the call.
+    grpc.StatusCode.CANCELLED: WorkerLost,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.DATA_LOSS: CorruptBlock,
 }

@@ -20,6 +20,7 @@ import redis.exceptions
 
 from flashmesh.errors import WorkerLost
 from flashmesh.hashing import BlockHash
+from flashmesh.redis_client import call_limit
 from flashmesh.runs import RUN_BLOCKS
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class IndexReader:
     """Looks prefixes up.
 
     Args:
-        client: from `registry.connect`.
+        client: from `redis_client.connect`.
         mesh: the mesh's name.
     """
 
@@ -73,7 +74,7 @@ class IndexReader:
             WorkerLost: Redis cannot be asked.
         """
         try:
-            async with self._client.pipeline(transaction=False) as pipe:
+            async with call_limit(), self._client.pipeline(transaction=False) as pipe:
                 for first in range(0, len(hashes), RUN_BLOCKS):
                     pipe.hmget(
                         _run_key(self._prefix, hashes[first]), hashes[first : first + RUN_BLOCKS]
@@ -88,7 +89,7 @@ class IndexWriter:
     """A node's share of the index; one task writes, callers never wait.
 
     Args:
-        client: from `registry.connect`.
+        client: from `redis_client.connect`.
         mesh: the mesh's name.
         epoch: of this node, 16 bytes.
         inventory: every (run, block) that is stored now; read when Redis has lost them.
@@ -123,7 +124,7 @@ class IndexWriter:
         down = False
         while True:
             try:
-                if self._overflowed or not await self._client.exists(self._sentinel):
+                if self._overflowed or not await self._is_published():
                     await self._republish()
                 while self._changes:
                     await self._write_batch()
@@ -143,7 +144,8 @@ class IndexWriter:
         try:
             while self._changes:
                 await self._write_batch()
-            await self._client.delete(self._sentinel)
+            async with call_limit():
+                await self._client.delete(self._sentinel)
         except (redis.exceptions.RedisError, OSError) as error:
             log.warning("claims left to their epoch", extra={"error": str(error)})
 
@@ -154,12 +156,17 @@ class IndexWriter:
         self._changes[entry] = stored
         self._wake.set()
 
+    async def _is_published(self) -> bool:
+        async with call_limit():
+            return bool(await self._client.exists(self._sentinel))
+
     async def _republish(self) -> None:
         self._overflowed = False
         self._changes.update(dict.fromkeys(self._inventory(), True))
         while self._changes:
             await self._write_batch()
-        await self._client.set(self._sentinel, 1)
+        async with call_limit():
+            await self._client.set(self._sentinel, 1)
         REPUBLISHED.inc()
 
     async def _write_batch(self) -> None:
@@ -168,7 +175,7 @@ class IndexWriter:
         gone: defaultdict[bytes, list[bytes]] = defaultdict(list)
         for (run, block), is_stored in batch.items():
             (stored if is_stored else gone)[run].append(block)
-        async with self._client.pipeline(transaction=False) as pipe:
+        async with call_limit(), self._client.pipeline(transaction=False) as pipe:
             for key, blocks in stored.items():
                 pipe.hset(_run_key(self._prefix, key), mapping=dict.fromkeys(blocks, self._epoch))
             for key, blocks in gone.items():

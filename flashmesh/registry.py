@@ -16,11 +16,10 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import redis.asyncio
-import redis.asyncio.retry
-import redis.backoff
 import redis.exceptions
 
+from flashmesh.redis_client import call_limit
+from flashmesh.redis_client import connect as connect
 from flashmesh.types import ModelInfo
 
 if TYPE_CHECKING:
@@ -86,18 +85,6 @@ class WorkerRecord:
         return cls(**_known(cls, fields))
 
 
-def connect(url: str) -> redis.asyncio.Redis:
-    """Opens a client; no connection is made yet.
-
-    Args:
-        url: redis://, rediss:// or unix://.
-    """
-    retry = redis.asyncio.retry.Retry(redis.backoff.ExponentialBackoff(cap=0.2, base=0.02), 2)
-    return redis.asyncio.Redis.from_url(
-        url, socket_timeout=5.0, socket_connect_timeout=2.0, retry=retry
-    )
-
-
 def _known(kind: type, values: dict[str, Any]) -> dict[str, Any]:
     names = {item.name for item in dataclasses.fields(kind)}
     return {key: value for key, value in values.items() if key in names}
@@ -107,7 +94,7 @@ class Registry:
     """The records of one mesh.
 
     Args:
-        client: from `connect`.
+        client: from `redis_client.connect`.
         mesh: the mesh's name; all its keys share one cluster slot.
 
     Attributes:
@@ -124,7 +111,7 @@ class Registry:
 
     async def heartbeat(self, record: WorkerRecord, ttl_s: float) -> None:
         """Writes a record that lives for `ttl_s`."""
-        async with self._client.pipeline(transaction=False) as pipe:
+        async with call_limit(), self._client.pipeline(transaction=False) as pipe:
             pipe.set(self._key(record.id), record.to_json(), px=int(ttl_s * 1000))
             pipe.sadd(self._ids, record.id)
             pipe.set(self._generation_key, secrets.token_hex(8), nx=True)
@@ -132,23 +119,25 @@ class Registry:
 
     async def remove(self, record: WorkerRecord) -> None:
         """Takes a record out, unless a successor has replaced it."""
-        await self._client.eval(
-            _REMOVE, 2, self._key(record.id), self._ids, record.epoch, record.id
-        )
+        async with call_limit():
+            await self._client.eval(
+                _REMOVE, 2, self._key(record.id), self._ids, record.epoch, record.id
+            )
 
     async def list(self) -> list[WorkerRecord]:
         """Returns the records that live, ordered by id; two round trips."""
-        async with self._client.pipeline(transaction=False) as pipe:
-            pipe.smembers(self._ids)
-            pipe.get(self._generation_key)
-            found, self.generation = await pipe.execute()
-        ids = sorted(found)
-        if not ids:
-            return []
-        values = await self._client.mget([self._key(item.decode()) for item in ids])
-        expired = [item for item, value in zip(ids, values, strict=True) if value is None]
-        if expired:
-            await self._client.srem(self._ids, *expired)
+        async with call_limit():
+            async with self._client.pipeline(transaction=False) as pipe:
+                pipe.smembers(self._ids)
+                pipe.get(self._generation_key)
+                found, self.generation = await pipe.execute()
+            ids = sorted(found)
+            if not ids:
+                return []
+            values = await self._client.mget([self._key(item.decode()) for item in ids])
+            expired = [item for item, value in zip(ids, values, strict=True) if value is None]
+            if expired:
+                await self._client.srem(self._ids, *expired)
         return [record for value in values if value and (record := _parse(value))]
 
     def _key(self, worker_id: str) -> str:

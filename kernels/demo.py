@@ -2,37 +2,32 @@
 
 Its weights are random, so its text is noise; everything else is as in the released model: all mechanisms, names,
 formats, draft tensors, and a tokenizer with the same special tokens. It is made on first use, in seconds, and equal on
-every machine with the same versions.
+every machine with the same versions. `maker` writes the files; here are the sizes.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
-import shutil
-import tempfile
-from importlib import resources
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import save_file
 from tokenizers import Tokenizer
-from torch import Tensor
 
-from flashmesh.kernels.config import ModelConfig
-from flashmesh.kernels.engram import bucket_primes, token_map
-from flashmesh.kernels.formats import quantise, stored
-from flashmesh.kernels.shards import INDEX_FILE
-from flashmesh.kernels.tensor_names import TensorSpec, scale_name, tensors, vision_tensors
-from flashmesh.kernels.vision_config import VisionConfig
+from flashmesh.errors import CheckpointError, InvalidRequest
+from flashmesh.kernels.maker import (
+    QUANTIZATION,
+    built_in_tokenizer,
+    tokenizer_keys,
+    write_checkpoint,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 MAKER_VERSION = 1
 """Counts changes of what a seed gives."""
 
-_ENGRAM_START = 512
-_ENGRAM_HEADS = 2
 _SIZES: dict[str, Any] = {
     "vocab_size": 4096,
     "hidden_size": 128,
@@ -80,9 +75,9 @@ _SIZES: dict[str, Any] = {
     "hc_eps": 1e-6,
     "engram_layer_ids": [1, 3],
     "engram_max_ngram_size": 4,
-    "engram_n_heads": _ENGRAM_HEADS,
+    "engram_n_heads": 2,
     "engram_head_dim": 32,
-    "engram_vocab_size": _ENGRAM_START,
+    "engram_vocab_size": 512,
     "engram_pad_token_id": 2,
     "num_nextn_predict_layers": 3,
     "dspark_block_size": 5,
@@ -123,35 +118,69 @@ def make_demo_checkpoint(folder: Path, *, seed: int = 0, vision: bool = False) -
         seed: of the weights.
         vision: add a vision tower; no other tensor changes.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=folder.name, dir=folder.parent))
     try:
-        raw = demo_config(vision=vision)
-        (temporary / "config.json").write_text(json.dumps(raw, indent=1))
-        (temporary / "tokenizer.json").write_text(_tokenizer_text())
-        _write_shards(temporary, raw, seed)
-        temporary.chmod(0o755)
-        temporary.rename(folder)
+        write_checkpoint(folder, demo_config(vision=vision), built_in_tokenizer(), seed=seed)
     except OSError:
         if not folder.is_dir():  # else somebody else has just made the same one
             raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def make_tiny_checkpoint(
+    folder: Path,
+    *,
+    config_file: Path | None = None,
+    tokenizer_file: Path | None = None,
+    seed: int = 0,
+) -> None:
+    """Writes a checkpoint of random weights for any small `config.json`.
+
+    Args:
+        folder: must not exist yet; it appears complete or not at all.
+        config_file: nested or flat, in either spelling of its keys. `engram_num_embeddings` and
+            `engram_compressed_vocab_size` are computed, as a loader refuses other values. None takes
+            the built-in sizes.
+        tokenizer_file: None takes the one beside `config_file`, or else the built-in one.
+        seed: of the weights.
+
+    Raises:
+        CheckpointError: a file is missing, is no JSON, or describes no usable model.
+        InvalidRequest: the folder is there already, or the model is too large to be made.
+    """
+    if folder.exists():
+        raise InvalidRequest(f"{folder}: is there already")
+    if config_file is None:
+        make_demo_checkpoint(folder, seed=seed)
+        return
+    beside = config_file.parent / "tokenizer.json"
+    if tokenizer_file is None and beside.is_file():
+        tokenizer_file = beside
+    try:
+        raw = json.loads(config_file.read_text(encoding="utf-8"))
+        tokenizer = tokenizer_file.read_text("utf-8") if tokenizer_file else built_in_tokenizer()
+        completed = _completed(raw, Tokenizer.from_str(tokenizer))
+    except KeyError as error:
+        raise CheckpointError(f"{config_file}: {error.args[0]} is missing") from error
+    except Exception as error:  # the tokenizer library raises a bare Exception
+        raise CheckpointError(f"{config_file}: {error}") from error
+    write_checkpoint(folder, completed, tokenizer, seed=seed)
+
+
+def _completed(raw: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
+    """Returns config.json's contents with the keys that are computed."""
+    if "text_config" in raw:
+        text = raw["text_config"]
+        raw = raw | {"text_config": text | tokenizer_keys(text, tokenizer)}
+    else:
+        raw = raw | tokenizer_keys(raw, tokenizer)
+    return raw | {"quantization_config": raw.get("quantization_config", QUANTIZATION)}
 
 
 def demo_config(*, vision: bool = False) -> dict[str, Any]:
     """Returns config.json's contents; what depends on the tokenizer is computed from it."""
-    tokenizer = Tokenizer.from_str(_tokenizer_text())
-    primes = bucket_primes(
-        num_layers=len(_SIZES["engram_layer_ids"]),
-        num_orders=_SIZES["engram_max_ngram_size"] - 1,
-        num_heads=_ENGRAM_HEADS,
-        start=_ENGRAM_START,
-    )
+    tokenizer = Tokenizer.from_str(built_in_tokenizer())
     text = _SIZES | {
         "model_type": "deepseek_v41_text",
-        "engram_num_embeddings": [sum(map(sum, layer)) for layer in primes],
-        "engram_compressed_vocab_size": int(token_map(tokenizer, _SIZES["vocab_size"]).max()) + 1,
+        **tokenizer_keys(_SIZES, tokenizer),
         "dspark_noise_token_id": tokenizer.token_to_id("<｜noise｜>"),
     }
     raw = {
@@ -163,69 +192,7 @@ def demo_config(*, vision: bool = False) -> dict[str, Any]:
         "pad_token_id": 2,
         "image_token_id": tokenizer.token_to_id("<｜image｜>"),
         "tie_word_embeddings": False,
-        "quantization_config": {
-            "quant_method": "fp8",
-            "activation_scheme": "dynamic",
-            "weight_block_size": [32, 32],
-            "scale_fmt": "ue8m0",
-            "expert_dtype": "fp4",
-        },
+        "quantization_config": QUANTIZATION,
         "text_config": text,
     }
     return raw | {"vision_config": _VISION_SIZES} if vision else raw
-
-
-def _tokenizer_text() -> str:
-    return resources.files("flashmesh.data").joinpath("tokenizer.json").read_text("utf-8")
-
-
-def _write_shards(folder: Path, raw: dict[str, Any], seed: int) -> None:
-    """Writes backbone, draft and the vision tower if there is one, a shard each, and their index."""
-    config, vision = ModelConfig.from_dict(raw), VisionConfig.from_dict(raw)
-    specs = {
-        "backbone": [s for s in tensors(config) if not s.name.startswith("mtp.")],
-        "draft": [s for s in tensors(config) if s.name.startswith("mtp.")],
-    }
-    if vision is not None:
-        specs["vision"] = list(vision_tensors(vision, config.hidden_size))
-    shards = [_stored_values(part, config, seed) for part in specs.values()]
-    weight_map: dict[str, str] = {}
-    total = 0
-    for number, values in enumerate(shards, 1):
-        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file(values, folder / name)
-        weight_map |= dict.fromkeys(values, name)
-        total += sum(value.nbytes for value in values.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / INDEX_FILE).write_text(json.dumps(index, indent=1))
-
-
-def _stored_values(specs: list[TensorSpec], config: ModelConfig, seed: int) -> dict[str, Tensor]:
-    """Draws tensors and stores them in their formats, by name."""
-    shard: dict[str, Tensor] = {}
-    for spec in specs:
-        weight, scale = quantise(spec.kind, _values(spec, config, seed))
-        shard[spec.name] = weight.contiguous()
-        if scale is not None:
-            shard[scale_name(spec.name)] = scale.contiguous()
-        assert tuple(weight.shape) == stored(spec.kind, spec.shape).shape
-    return shard
-
-
-def _values(spec: TensorSpec, config: ModelConfig, seed: int) -> Tensor:
-    """Draws one tensor, from a stream of its own so that no other tensor moves it."""
-    digest = hashlib.sha256(f"{seed}/{spec.name}".encode()).digest()
-    noise = torch.randn(
-        spec.shape, generator=torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-    )
-    name = spec.name
-    if name.endswith(("norm.weight", "q_weight", "k_weight", "norm1.weight", "norm2.weight")):
-        return 1 + 0.1 * noise
-    if name.endswith("_scale"):
-        return 0.5 + 0.05 * noise
-    if name.endswith(("_base", "attn_sink", "gate.bias", "gate.bias_vl")):
-        return 0.2 * noise
-    if name in ("embed.weight", "head.weight") or "engram.embed" in name or "markov" in name:
-        # Logits a few units wide, so that neither one token nor chance decides everything.
-        return noise * (1.0 if name != "head.weight" else 3 * math.pow(config.hidden_size, -0.5))
-    return noise * math.pow(spec.shape[-1], -0.5)

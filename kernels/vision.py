@@ -105,10 +105,8 @@ class VisionTower:
         qkv = self._linear(x, prefix + "wqkv").view(num_patches, 3, c.num_attention_heads, -1)
         q, k, v = qkv.permute(1, 2, 0, 3).unbind(0)
         # Not written out: the scores of the largest image would take gigabytes.
-        y = F.scaled_dot_product_attention(
-            *(part.unsqueeze(0) for part in (rotate(q, *turn), rotate(k, *turn), v)),
-            scale=c.head_dim**-0.5,
-        )
+        q, k = rotate(q, *turn), rotate(k, *turn)
+        y = F.scaled_dot_product_attention(q[None], k[None], v[None], scale=c.head_dim**-0.5)
         return self._linear(y[0].transpose(0, 1).reshape(num_patches, -1), prefix + "wo")
 
     def _mlp(self, prefix: str, x: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 MODULES = {
     "mesh": "flashmesh.bench.mesh",
     "kv": "flashmesh.bench.kv",
+    "model": "flashmesh.bench.model",
 }
 """Name to module; a module has `num_steps: int` and `run(advance) -> Iterator[Result]`."""
 

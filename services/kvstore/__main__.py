@@ -10,7 +10,7 @@ from flashmesh.config import MeshConfig
 from flashmesh.index import IndexWriter
 from flashmesh.lifecycle import Running, background, run, service_main
 from flashmesh.membership import new_record, registered
-from flashmesh.registry import connect
+from flashmesh.redis_client import connect
 from flashmesh.services.kvstore.config import KvstoreConfig
 from flashmesh.services.kvstore.service import KvStoreServicer
 from flashmesh.services.kvstore.store import Store

@@ -62,10 +62,12 @@ class Leases:
         Raises:
             Overloaded: a node holds as many leased bytes as it may.
         """
+        by_address: defaultdict[str, list[BlockHash]] = defaultdict(list)
+        for place in places:
+            part = hashes[place.first_block : place.first_block + place.num_blocks]
+            by_address[place.address] += part
         leases = [
-            _Lease(lease_id, place.address, tuple(part))
-            for place in places
-            if (part := hashes[place.first_block : place.first_block + place.num_blocks])
+            _Lease(lease_id, address, tuple(part)) for address, part in by_address.items() if part
         ]
         try:
             for lease in leases:

@@ -11,8 +11,8 @@ from flashmesh import index as index_module
 from flashmesh.errors import WorkerLost
 from flashmesh.index import IndexReader, IndexWriter
 from flashmesh.lifecycle import background
+from flashmesh.redis_client import connect
 from flashmesh.redis_server import private_redis
-from flashmesh.registry import connect
 
 OBJECT_BYTES = 1120
 

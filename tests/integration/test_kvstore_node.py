@@ -79,14 +79,14 @@ async def test_a_hash_that_is_asked_for_twice_is_sent_once(node):
 
 
 async def test_blocks_larger_than_a_frame_together_arrive_in_several(node):
-    chain = Chain(12, payload_bytes=1_000_000)
+    chain = Chain(12, payload_bytes=300_000)
     await node.put(chain.objects)
     method = node.channel.unary_stream(
         "/flashmesh.v1.KvTransfer/Get",
         request_serializer=kvstore_pb2.GetRequest.SerializeToString,
     )
     frames = [frame async for frame in method(kvstore_pb2.GetRequest(hashes=chain.hashes))]
-    assert len(frames) == 3
+    assert len(frames) == 4
     assert all(len(frame) <= FRAME_BYTES for frame in frames)
     assert b"".join(frames) == b"".join(item.data for item in chain.objects)
 

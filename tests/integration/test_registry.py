@@ -3,11 +3,14 @@
 import asyncio
 import contextlib
 import dataclasses
+import os
+import signal
 
 import pytest
 import redis.exceptions
 from support.kv import until
 
+from flashmesh import redis_client
 from flashmesh.lifecycle import background
 from flashmesh.redis_server import private_redis
 from flashmesh.registry import (
@@ -219,3 +222,28 @@ async def test_after_redis_lost_everything_an_emptier_table_is_believed_only_lat
     clock.now_s += 0.1
     await view.poll()
     assert view.workers("decode") == [back]
+
+
+async def test_a_loop_that_writes_all_the_time_can_be_cancelled_at_any_moment(registry):
+    """Python 3.11's wait_for swallows a cancellation now and then; nothing here may go through it."""
+    async with asyncio.timeout(60):
+        for turns in range(200):
+            heartbeat = Heartbeat(registry, record(), dict, interval_s=0, ttl_s=10)
+            async with background(heartbeat.run()):
+                for _ in range(turns % 40):
+                    await asyncio.sleep(0)
+
+
+async def test_a_redis_that_hangs_counts_as_an_outage(tmp_path):
+    with private_redis(tmp_path) as url:
+        async with contextlib.aclosing(connect(url)) as client:
+            pid = (await client.info("server"))["process_id"]
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                with pytest.raises(redis.exceptions.TimeoutError):
+                    async with redis_client.call_limit(0.05):
+                        await client.ping()
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            async with redis_client.call_limit():
+                assert await client.ping()

@@ -41,7 +41,7 @@ def test_an_interrupted_maker_leaves_nothing_behind(tmp_path, monkeypatch):
     def fail(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("flashmesh.kernels.demo._write_shards", fail)
+    monkeypatch.setattr("flashmesh.kernels.maker._write_shards", fail)
     with pytest.raises(KeyboardInterrupt):
         make_demo_checkpoint(tmp_path / "demo")
     assert list(tmp_path.iterdir()) == []
