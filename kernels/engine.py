@@ -7,7 +7,7 @@ are padded to whole tiles, neither of which changes a bit of any result.
 from __future__ import annotations
 
 import platform
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -19,21 +19,18 @@ from flashmesh.kernels.draft import Anchor, Drafter
 from flashmesh.kernels.engram import BLOCKED, LOOK_BACK, EngramHash, load_token_map
 from flashmesh.kernels.layout import BlockLayout
 from flashmesh.kernels.model import Model, Rows, Span
-from flashmesh.kernels.pages import MAX_ROLLBACK, RUN_ROWS, Pages, Slots, pages_for
+from flashmesh.kernels.pages import RUN_ROWS, Pages, Slots
 from flashmesh.kernels.reference.basics import linear, quantized_linear
 from flashmesh.kernels.sampling import sample
+from flashmesh.kernels.session import ReferenceSession
 from flashmesh.kernels.shapes import TILE
 from flashmesh.kernels.vision_weights import load_tower
 from flashmesh.kernels.weights import EXPAND_BELOW_BYTES, load_weights
 from flashmesh.types import BLOCK_TOKENS, ModelInfo
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
-    from types import TracebackType
-
-    import numpy as np
-    from numpy.typing import NDArray
 
     from flashmesh.kernels.vision import VisionTower
 
@@ -42,118 +39,6 @@ NUMERICS_REVISION = 1
 
 NEVER = 1 << 62
 """A position that no row reaches."""
-
-
-class ReferenceSession:
-    """One sequence: its pages, its slot, its position; see `door.Session`."""
-
-    def __init__(
-        self, engine: ReferenceEngine, plan: SessionPlan, prefix_tokens: Sequence[int]
-    ) -> None:
-        self.plan = plan
-        self.images: Mapping[int, Tensor] = {}
-        """Embedding rows of image positions, whole spans; `add_image` fills it."""
-        self._engine = engine
-        self._prefix = prefix_tokens
-        self._pages = engine.pages.free.take(pages_for(plan.max_tokens))
-        try:
-            (self.slot,) = engine.slots.free.take(1)
-        except BaseException:
-            engine.pages.free.give(self._pages)
-            raise
-        self.page_table = torch.tensor(self._pages)
-        self.tail = [*[BLOCKED] * LOOK_BACK, *prefix_tokens[-LOOK_BACK:]]
-        """Look-back tokens, and the last ones that may be taken back."""
-        self._num_fresh = 0
-        self.num_tokens = plan.first_pos
-        self.closed = False
-
-    def add_image(self, start: int, pixels: NDArray[np.uint8]) -> range:
-        """Puts an image into the sequence; its rows are computed here, alone.
-
-        Args:
-            start: position of its first token. May lie before `plan.first_pos`, as long as no row has run: a replay
-                may begin inside an image, and look-back must know of one just before it.
-            pixels: uint8 `[height, width, 3]`, RGB.
-
-        Returns:
-            The positions of its span; the sequence must hold the image token at all of them.
-
-        Raises:
-            InvalidRequest: no vision tower, no image, or the span does not fit the sequence or another image.
-        """
-        tower = self._engine.vision
-        if tower is None:
-            raise InvalidRequest("this engine was loaded without a vision tower")
-        span = range(start, start + tower.num_tokens(pixels))
-        self._check_span(span)
-        self.images = {**self.images, **dict(zip(span, tower.embed(pixels), strict=True))}
-        first = self.plan.first_pos
-        for back in range(1, min(LOOK_BACK, first) + 1):
-            if first - back in span:
-                self.tail[-back] = BLOCKED
-        return span
-
-    def _check_span(self, span: range) -> None:
-        first, text = self.plan.first_pos, f"image of [{span.start}, {span.stop})"
-        if self.closed:
-            raise InvalidRequest("the session is closed")
-        if span.start < 0 or span.stop > self.plan.max_tokens:
-            raise InvalidRequest(f"{text} is not within [0, {self.plan.max_tokens})")
-        if span.start < self.num_tokens != first:
-            raise InvalidRequest(f"{text} comes too late, rows up to {self.num_tokens} have run")
-        if any(position in self.images for position in span):
-            raise InvalidRequest(f"{text} overlaps another")
-        for position in range(span.start, min(span.stop, first)):
-            self._engine.check_image_token(position, self._prefix[position])
-
-    def import_block(self, index: int, payload: bytes | memoryview) -> None:
-        """Copies a stored block into this session's pages; see `door.Session`."""
-        self._engine.pages.load(self._pages[index], payload)
-
-    def export_block(self, index: int) -> bytes:
-        """Returns a copy of a block's payload."""
-        return self._engine.pages.payload(self._pages[index])
-
-    def advance(self, tokens: Sequence[int]) -> None:
-        """Counts rows that were run."""
-        self.tail = [*self.tail, *self.seen(tokens)][-LOOK_BACK - MAX_ROLLBACK :]
-        self.num_tokens += len(tokens)
-        self._num_fresh = min(MAX_ROLLBACK, self._num_fresh + len(tokens))
-
-    def seen(self, tokens: Sequence[int]) -> list[int]:
-        """Returns the next tokens as look-back sees them: an image is not there."""
-        if not self.images:
-            return list(tokens)
-        first = self.num_tokens
-        return [BLOCKED if first + i in self.images else token for i, token in enumerate(tokens)]
-
-    def rollback(self, count: int) -> None:
-        """Takes back the last `count` rows; see `door.Session`."""
-        if not 0 <= count <= self._num_fresh:
-            raise InvalidRequest(f"{count} rows cannot be taken back, {self._num_fresh} can")
-        if count:
-            self.num_tokens -= count
-            self._num_fresh -= count
-            del self.tail[-count:]
-
-    def close(self) -> None:
-        """Gives pages and slot back."""
-        if not self.closed:
-            self.closed = True
-            self._engine.pages.free.give(self._pages)
-            self._engine.slots.free.give([self.slot])
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class ReferenceEngine:
@@ -185,6 +70,7 @@ class ReferenceEngine:
         """Opens a session; see `door.Engine.open`."""
         if plan.decoder_start is not None and not self._has_decoder:
             raise Incompatible("this engine holds the encoder half only")
+        _check_plan(plan, self.info.max_context_tokens)
         if len(prefix_tokens) != plan.first_pos:
             raise InvalidRequest(
                 f"{len(prefix_tokens)} prefix tokens for first_pos {plan.first_pos}"
@@ -269,6 +155,7 @@ class ReferenceEngine:
         for token in run.tokens:
             if not 0 <= token < vocab:
                 raise InvalidRequest(f"token id {token} is not in [0, {vocab})")
+        session.check_imports()
         if session.images:
             for position, token in enumerate(run.tokens, session.num_tokens):
                 if position in session.images:
@@ -371,6 +258,17 @@ def _anchor(session: ReferenceSession, run: RowRun, result: RunResult) -> Anchor
     assert low is not None
     assert run.sampling is not None
     return Anchor(result.tokens[-1], session.num_tokens, session.slot, low, run.sampling)
+
+
+def _check_plan(plan: SessionPlan, limit: int) -> None:
+    """Refuses numbers that would leave rows unwritten or address pages that are not held."""
+    start = plan.first_pos if plan.decoder_start is None else plan.decoder_start
+    if not 0 <= plan.first_pos <= plan.global_start <= plan.max_tokens <= limit:
+        raise InvalidRequest(
+            f"0 <= first_pos <= global_start <= max_tokens <= {limit} does not hold in {plan}"
+        )
+    if start < plan.first_pos:
+        raise InvalidRequest(f"decoder_start lies before first_pos in {plan}")
 
 
 def _draw(run: RowRun, result: RunResult, parts: list[Tensor]) -> None:

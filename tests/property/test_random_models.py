@@ -16,7 +16,7 @@ from flashmesh.kernels.engine import load_engine
 from flashmesh.kernels.engram import bucket_primes
 from flashmesh.kernels.maker import write_checkpoint
 
-LENGTH = 90
+LENGTH = 136
 
 
 @st.composite
@@ -56,7 +56,7 @@ def draw_some(draw, layers):
 
 
 @settings(
-    max_examples=12,
+    max_examples=10,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )

@@ -106,7 +106,7 @@ def test_a_replay_blocks_look_back_as_the_first_run_did(engine, tokens, span, fi
         cold.add_image(START, PIXELS)
         run(engine, cold, tokens[:first], 0)
         expected = cold.tail[-3:]
-    plan = SessionPlan(first_pos=first, global_start=128, decoder_start=first, max_tokens=170)
+    plan = SessionPlan(first_pos=first, global_start=256, decoder_start=256, max_tokens=300)
     with engine.open(plan, tokens[:first]) as session:
         session.add_image(START, PIXELS)
         assert session.tail[-3:] == expected
