@@ -184,7 +184,8 @@ def role_total(config: ModelConfig, role: Role, num_bytes: Mapping[str, int]) ->
         num_bytes: payload bytes of every tensor there is, by released name.
     """
     tables = {engram_table_name(layer) for layer in config.engram_layer_ids}
-    loaded, mapped = [], []
+    loaded: list[int] = []
+    mapped: list[int] = []
     for spec in needed_by(config, role):
         sizes = [num_bytes[name] for name in _with_scale(spec) if name in num_bytes]
         (mapped if spec.name in tables else loaded).extend(sizes)

@@ -171,10 +171,10 @@ def expanded_bytes(specs: Iterable[TensorSpec]) -> int:
 def _read(places: Mapping[str, Place], spec: TensorSpec) -> Tensor | StoredTensor:
     """Copies a tensor out of its file, in its stored format."""
     place, scale = places[spec.name], places.get(scale_name(spec.name))
-    value: Tensor | StoredTensor = place.shard.read(place.name)
+    raw = place.shard.read(place.name)
+    value: Tensor | StoredTensor = raw
     if scale is not None:
-        kind = stored_kind(place, spec.kind)
-        value = StoredTensor(kind, value, scale.shard.read(scale.name))
+        value = StoredTensor(stored_kind(place, spec.kind), raw, scale.shard.read(scale.name))
     check_finite(value, place)
     return value
 
