@@ -345,4 +345,15 @@ def load_engine(
         ]
         model.drafter = Drafter(config, weights, model, experts, num_slots, slots.ring)
     tower = load_tower(folder, config) if vision else None
-    return ReferenceEngine(info, config, model, pages, slots, has_decoder=has_decoder, vision=tower)
+    engine = ReferenceEngine(
+        info, config, model, pages, slots, has_decoder=has_decoder, vision=tower
+    )
+    _warm_up(engine, decoder_start=0 if has_decoder else None)
+    return engine
+
+
+def _warm_up(engine: ReferenceEngine, decoder_start: int | None) -> None:
+    """Runs one row, so that what libraries set up on first use is not on the first request's bill."""
+    plan = SessionPlan(first_pos=0, global_start=0, decoder_start=decoder_start, max_tokens=1)
+    with engine.open(plan, []) as session:
+        engine.step([RowRun(session=session, tokens=[0])])
