@@ -7,7 +7,8 @@ import secrets
 from typing import TYPE_CHECKING
 
 from flashmesh.lifecycle import Running, background
-from flashmesh.registry import Heartbeat, Registry, WorkerRecord, connect
+from flashmesh.redis_client import connect
+from flashmesh.registry import Heartbeat, Registry, WorkerRecord
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import redis.exceptions
 
 from flashmesh.redis_client import call_limit
-from flashmesh.redis_client import connect as connect
 from flashmesh.types import ModelInfo
 
 if TYPE_CHECKING:

@@ -13,15 +13,14 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from flashmesh.kernels.quantize import E2M1_MAX, E4M3_MAX, e2m1_codes
+
 Kind = Literal["F8", "F4", "F8row", "BF16", "F32"]
 """F8: e4m3 with one scale for each 32x32 tile. F4: two e2m1 codes a byte, one scale for each row
 and 32 columns. F8row: e4m3, one scale for each row and 32 columns. BF16 and F32: plain."""
 
 TILE = 32
-E4M3_MAX = 448.0
-E2M1_MAX = 6.0
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_MIDPOINTS = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
 _E2M1 = torch.tensor([sign * value for sign in (1, -1) for value in _MAGNITUDES])
 _E2M1_PAIRS = torch.stack([_E2M1.repeat(16), _E2M1.repeat_interleave(16)], dim=-1)  # even, odd
 _SCALES = torch.tensor([2.0 ** (byte - 127) for byte in range(255)] + [math.nan])
@@ -123,12 +122,3 @@ def _scale_exponents(maxima: torch.Tensor, limit: float) -> torch.Tensor:
     exponents = exponents - limit_exponent + (mantissas > limit_mantissa).int()
     # A tile of zeros takes scale 1; byte 255 would mean NaN.
     return torch.where(maxima == 0, 0, exponents).clamp(-127, 127)
-
-
-def e2m1_codes(values: torch.Tensor) -> torch.Tensor:
-    """Rounds fp32 within [-6, 6] to uint8 e2m1 codes: ties to the even code, -0 keeps its sign."""
-    magnitudes = values.abs().contiguous()
-    below = torch.bucketize(magnitudes, _MIDPOINTS)  # a midpoint counts for the lower code
-    above = torch.bucketize(magnitudes, _MIDPOINTS, right=True)
-    codes = torch.where(below % 2 == 0, below, above)
-    return (codes | torch.signbit(values).long() << 3).to(torch.uint8)

@@ -11,7 +11,8 @@ from flashmesh.index import IndexReader
 from flashmesh.kv_client import KvClient
 from flashmesh.lifecycle import Running, background, run, service_main
 from flashmesh.membership import new_record, registered
-from flashmesh.registry import Registry, RegistryView, connect
+from flashmesh.redis_client import connect
+from flashmesh.registry import Registry, RegistryView
 from flashmesh.rpc import Channels
 from flashmesh.services.router.config import RouterConfig
 from flashmesh.services.router.generate import Mesh

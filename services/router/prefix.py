@@ -77,7 +77,7 @@ class Prefix:
         self._epochs = {node.id: bytes.fromhex(node.epoch)[:EPOCH_BYTES] for node in nodes}
 
     async def count_indexed(self, index: IndexReader) -> int:
-        """Returns how many leading blocks the index claims; it may claim too many. None without an index."""
+        """Returns how many leading blocks the index claims; it may claim too many; 0 without an index."""
         if not self.hashes:
             return 0
         try:

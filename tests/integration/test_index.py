@@ -12,22 +12,8 @@ from flashmesh.errors import WorkerLost
 from flashmesh.index import IndexReader, IndexWriter
 from flashmesh.lifecycle import background
 from flashmesh.redis_client import connect
-from flashmesh.redis_server import private_redis
 
 OBJECT_BYTES = 1120
-
-
-@pytest.fixture(scope="module")
-def redis_url(tmp_path_factory):
-    with private_redis(tmp_path_factory.mktemp("redis")) as url:
-        yield url
-
-
-@pytest.fixture
-async def client(redis_url):
-    async with contextlib.aclosing(connect(redis_url)) as client:
-        await client.flushall()
-        yield client
 
 
 @pytest.fixture

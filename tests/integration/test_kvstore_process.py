@@ -12,8 +12,9 @@ from flashmesh.index import IndexReader
 from flashmesh.kv_client import KvClient
 from flashmesh.launcher import MeshPlan, Process
 from flashmesh.objects import KIND_MISSING
+from flashmesh.redis_client import connect
 from flashmesh.redis_server import private_redis
-from flashmesh.registry import Registry, connect
+from flashmesh.registry import Registry
 from flashmesh.rpc import Channels
 
 CHAIN = Chain(70)

@@ -12,6 +12,7 @@ from support.kv import until
 
 from flashmesh import redis_client
 from flashmesh.lifecycle import background
+from flashmesh.redis_client import connect
 from flashmesh.redis_server import private_redis
 from flashmesh.registry import (
     TRUST_EMPTY_AFTER_S,
@@ -19,7 +20,6 @@ from flashmesh.registry import (
     Registry,
     RegistryView,
     WorkerRecord,
-    connect,
 )
 
 
@@ -45,19 +45,6 @@ class Outage:
         if self.down:
             raise redis.exceptions.ConnectionError("the server is away")
         return getattr(self._client, name)
-
-
-@pytest.fixture(scope="module")
-def redis_url(tmp_path_factory):
-    with private_redis(tmp_path_factory.mktemp("redis")) as url:
-        yield url
-
-
-@pytest.fixture
-async def client(redis_url):
-    async with contextlib.aclosing(connect(redis_url)) as client:
-        await client.flushall()
-        yield client
 
 
 @pytest.fixture

@@ -2,7 +2,8 @@
 
 import torch
 
-from flashmesh.kernels.formats import e2m1_codes, expand, quantise, stored
+from flashmesh.kernels.formats import expand, quantise, stored
+from flashmesh.kernels.quantize import e2m1_codes
 
 KINDS = ("F8", "F4", "F8row")
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
