@@ -24,13 +24,19 @@ def engine():
     return golden.golden_engine()
 
 
+def vectors(file, name, position):
+    """What one file says of one anchor."""
+    prefix = f"{name}.anchor{position}."
+    return {
+        key.removeprefix(prefix): value
+        for key, value in golden.vectors(file).items()
+        if key.startswith(prefix)
+    }
+
+
 @pytest.mark.parametrize(("name", "position"), ANCHORS)
 def test_drafts_and_confidences_agree(engine, name, position):
-    expected = {
-        key.split(".", 2)[2]: value
-        for key, value in golden.vectors("draft_fp32").items()
-        if key.startswith(f"{name}.anchor{position}.")
-    }
+    expected = vectors("draft_fp32", name, position)
     token, at = expected["anchor"].tolist()
     assert at == position
     record = golden.Recorder(engine)
@@ -52,3 +58,10 @@ def test_drafts_and_confidences_agree(engine, name, position):
         assert (logits - expected["draft_logits"][step]).abs().max() < TOLERANCE
     logits = torch.tensor(draft.confidences).logit()
     assert (logits - expected["confidence_logit_prenorm"]).abs().max() < 1e-3
+    near = vectors("draft_bf16", name, position)
+    assert draft.tokens[0] == near["draft_tokens"][0]
+    for got, wanted in ((main_x, "main_x"), (record.get("base_logits", 0, 5), "base_logits")):
+        cosine = torch.nn.functional.cosine_similarity(
+            got.flatten(), near[wanted].float().flatten(), dim=0
+        )
+        assert cosine >= 0.99, wanted

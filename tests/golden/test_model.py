@@ -4,11 +4,12 @@ import pytest
 import torch
 from support import golden
 
+from flashmesh.kernels import model, pages
 from flashmesh.kernels.door import RowRun, SessionPlan
 from flashmesh.kernels.quantize import fp8_32
 
 QUIET_TOLERANCE, NOISY_TOLERANCE = 1e-4, 2e-2
-"""From the vectors' README: fp32 implementations differ by summation order only."""
+"""fp32 implementations differ by the order of their sums only, and that differs between processors too."""
 
 
 @pytest.fixture(scope="module")
@@ -16,9 +17,10 @@ def engine():
     return golden.golden_engine()
 
 
-def check(actual, expected, quiet, what):
+def check(actual, expected, noise, what):
+    """Compares rows; one on no boundary still moves by its own noise when an earlier row's rounding flips."""
     gap = (actual - expected.float()).abs().flatten(1).amax(1)
-    limit = torch.where(quiet, QUIET_TOLERANCE, NOISY_TOLERANCE)
+    limit = torch.where(noise < golden.QUIET, QUIET_TOLERANCE + 2 * noise, NOISY_TOLERANCE)
     worst = int((gap / limit).argmax())
     assert (gap <= limit).all(), f"{what}: row {worst} differs by {gap[worst]:.2e}"
 
@@ -26,24 +28,60 @@ def check(actual, expected, quiet, what):
 @pytest.mark.parametrize("name", golden.SEQUENCES)
 def test_hidden_states_and_logits_agree(engine, name):
     record = golden.Recorder(engine)
-    tokens, quiet = golden.ids(name), golden.quiet_rows(name)
+    tokens, noise = golden.ids(name), golden.row_noise(name)
     images = golden.image_rows() if name == "img40" else None
     logits = golden.full_forward(engine, tokens, images)
     expected = golden.vectors("outputs_fp32")
     num = len(tokens)
     for layer in range(8):
         streams = record.get("streams", layer, num)
-        check(streams, expected[f"{name}.streams"][layer], quiet, f"streams into {layer}")
+        check(streams, expected[f"{name}.streams"][layer], noise, f"streams into {layer}")
     for layer in range(9):
         carried = record.get("carried_pre", layer, num)
-        check(carried, expected[f"{name}.carried_pre"][layer], quiet, f"carried into {layer}")
-    check(record.get("final", 8, num), expected[f"{name}.final"], quiet, "final norm")
-    check(logits, expected[f"{name}.logits"], quiet, "logits")
+        check(carried, expected[f"{name}.carried_pre"][layer], noise, f"carried into {layer}")
+    check(record.get("final", 8, num), expected[f"{name}.final"], noise, "final norm")
+    check(logits, expected[f"{name}.logits"], noise, "logits")
+
+
+@pytest.mark.parametrize("name", golden.SEQUENCES)
+def test_a_bf16_run_of_the_other_implementation_is_near(engine, name):
+    """Rounding to bf16 everywhere moves single rows far, so a sequence is judged by its direction."""
+    record = golden.Recorder(engine)
+    images = golden.image_rows() if name == "img40" else None
+    logits = golden.full_forward(engine, golden.ids(name), images)
+    final = record.get("final", 8, len(logits))
+    expected = golden.vectors("outputs_bf16")
+    for actual, wanted in ((logits, "logits"), (final, "final")):
+        cosine = torch.nn.functional.cosine_similarity(
+            actual, expected[f"{name}.{wanted}"].float(), dim=1
+        )
+        assert cosine.mean() >= 0.99, wanted
+
+
+@pytest.mark.parametrize("name", ["s7", "s40"])
+def test_without_the_cache_roundings_no_row_is_sensitive(monkeypatch, name):
+    """The roundings are what makes rows jump: without them every row agrees as closely as a quiet one."""
+    monkeypatch.setattr(model, "fp8_32", lambda values: values)
+    monkeypatch.setattr(model, "mxfp4_32", lambda values: (None, None, values))
+    for format in ("nvfp4_16", "mxfp4_32"):
+        packed = getattr(pages, format)
+        monkeypatch.setattr(
+            pages, format, lambda values, packed=packed: (*packed(values)[:2], values)
+        )
+    engine = golden.golden_engine()
+    record = golden.Recorder(engine)
+    logits = golden.full_forward(engine, golden.ids(name))
+    expected = golden.vectors("outputs_noqat")
+    no_noise = torch.zeros(len(logits))
+    check(logits, expected[f"{name}.logits"], no_noise, "logits")
+    check(record.get("final", 8, len(logits)), expected[f"{name}.final"], no_noise, "final norm")
+    rounded = golden.vectors("outputs_fp32")[f"{name}.logits"]
+    assert (logits - rounded).abs().max() > 0.1  # the switch does something
 
 
 def test_every_sub_step_of_a_sequence_agrees(engine):
     record = golden.Recorder(engine)
-    tokens, quiet = golden.ids("s40"), golden.quiet_rows("s40")
+    tokens, noise = golden.ids("s40"), golden.row_noise("s40")
     golden.full_forward(engine, tokens)
     expected = golden.vectors("trace_s40_fp32")
     names = {
@@ -64,10 +102,10 @@ def test_every_sub_step_of_a_sequence_agrees(engine):
             wanted = expected[f"L{layer}.{theirs}"]
             if theirs == "route_w":  # order of slots is not part of the vectors
                 got, wanted = got.sort(1).values, wanted.sort(1).values
-            check(got, wanted, quiet, f"{theirs} of layer {layer}")
+            check(got, wanted, noise, f"{theirs} of layer {layer}")
     for layer in (1, 3):
         got = record.get("streams_after_engram", layer, 40)
-        check(got, expected[f"L{layer}.streams_after_engram"], quiet, f"Engram of layer {layer}")
+        check(got, expected[f"L{layer}.streams_after_engram"], noise, f"Engram of layer {layer}")
         looked_up = record.get("engram_rows", layer, 40)
         assert looked_up.shape == (40, 6 * 32)
 
@@ -129,7 +167,7 @@ def test_a_truncated_decoder_agrees(engine):
         run = RowRun(session=session, tokens=golden.ids("s150"), num_logits=20, keep_logits=True)
         logits = engine.step([run])[0].logits
     expected = golden.vectors("replay_fp32")["dec.logits"]
-    check(logits, expected, golden.quiet_rows("s150")[130:], "logits")
+    check(logits, expected, golden.row_noise("s150")[130:], "logits")
 
 
 def test_leaving_decoder_rows_out_equals_masking_what_they_show(engine):
@@ -168,8 +206,8 @@ def test_a_replay_over_stored_rows_agrees(engine, cuts):
                 logits.append(result.logits)
             begin += size
     expected = golden.vectors("replay_fp32")
-    quiet = golden.quiet_rows("s150")[130:]
-    check(torch.cat(logits), expected["encdec.logits"], quiet, "logits")
+    noise = golden.row_noise("s150")[130:]
+    check(torch.cat(logits), expected["encdec.logits"], noise, "logits")
     if len(cuts) == 1:
         for layer in range(4):
             got = record.get("window_kv", layer, 70)

@@ -32,9 +32,14 @@ def ids(sequence: str) -> list[int]:
     return vectors("inputs")[sequence].tolist()
 
 
+def row_noise(sequence: str) -> torch.Tensor:
+    """fp32 `[T]`: how far perturbations of 1e-6 move each row's logits."""
+    return vectors("row_noise")[f"{sequence}.row_noise"]
+
+
 def quiet_rows(sequence: str) -> torch.Tensor:
     """bool `[T]`: rows that no rounding boundary makes sensitive."""
-    return vectors("row_noise")[f"{sequence}.row_noise"] < QUIET
+    return row_noise(sequence) < QUIET
 
 
 def checkpoint(quantized: bool = False) -> Path:
