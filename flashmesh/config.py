@@ -90,7 +90,7 @@ class ModelSection:
 
     Attributes:
         path: checkpoint folder or hub id; "demo" is the small built-in one.
-        revision: pins a hub revision.
+        revision: of a hub id, which needs one: a commit, a tag or a branch; only a commit never moves.
         name: name that clients ask for.
         engine: "reference" computes; "simulated" plays the protocol without tensors (tests, scale runs).
         cache_dir: where the built-in checkpoint is made.

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from flashmesh.types import ModelInfo, SamplingParams
 
 
@@ -43,6 +46,20 @@ class Session(Protocol):
     @property
     def num_tokens(self) -> int:
         """Position of the next row (starts at `plan.first_pos`)."""
+
+    def add_image(self, start: int, pixels: NDArray[np.uint8]) -> range:
+        """Puts an image into the sequence, before any row at or after its start has run.
+
+        Args:
+            start: position of the first token of its span; may lie before `plan.first_pos`.
+            pixels: uint8 `[height, width, 3]`, RGB.
+
+        Returns:
+            The positions of its span, at all of which the sequence must hold the image token.
+
+        Raises:
+            InvalidRequest: the engine takes no images, or this one does not fit the sequence.
+        """
 
     def import_block(self, index: int, payload: bytes | memoryview) -> None:
         """Copies a stored block's global rows into this session's pages.

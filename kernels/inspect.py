@@ -16,6 +16,8 @@ from flashmesh.kernels.config import ModelConfig
 from flashmesh.kernels.layout import BlockLayout
 from flashmesh.kernels.shards import Shard, open_shards
 from flashmesh.kernels.tensor_names import (
+    EVERY_EXPERT,
+    ExpertShard,
     Role,
     TensorSpec,
     engram_table_name,
@@ -107,12 +109,17 @@ class _Item(NamedTuple):
     num_parameters: int
 
 
-def inspect_checkpoint(folder: Path) -> Inspection:
+def inspect_checkpoint(folder: Path, experts: ExpertShard = EVERY_EXPERT) -> Inspection:
     """Reads the headers of a checkpoint.
+
+    Args:
+        folder: of the checkpoint.
+        experts: the share of the routed experts that a worker loads.
 
     Raises:
         CheckpointError: config.json is unusable, or a shard is missing or is no whole file. Tensors
             that do not fit the configuration end up in `Inspection.problem` instead.
+        Incompatible: `experts` does not divide this model's.
     """
     config = ModelConfig.load(folder)
     shards = open_shards(folder)
@@ -131,7 +138,7 @@ def inspect_checkpoint(folder: Path) -> Inspection:
         parameters={
             part: sum(item.num_parameters for item in items if item.part == part) for part in parts
         },
-        roles={role: role_total(config, role, num_bytes) for role in ROLES},
+        roles={role: role_total(config, role, num_bytes, experts) for role in ROLES},
         active={role: active_parameters(config, role) for role in ROLES},
         kv_bytes_per_token=block_bytes / BLOCK_TOKENS,
         block_bytes=block_bytes,
@@ -175,18 +182,24 @@ def _total(items: Iterable[_Item]) -> Total:
     return Total(len(sizes), sum(sizes))
 
 
-def role_total(config: ModelConfig, role: Role, num_bytes: Mapping[str, int]) -> RoleTotal:
+def role_total(
+    config: ModelConfig,
+    role: Role,
+    num_bytes: Mapping[str, int],
+    experts: ExpertShard = EVERY_EXPERT,
+) -> RoleTotal:
     """Adds up what a role takes.
 
     Args:
         config: of the model.
         role: whose.
         num_bytes: payload bytes of every tensor there is, by released name.
+        experts: the share of the routed experts that it loads.
     """
     tables = {engram_table_name(layer) for layer in config.engram_layer_ids}
     loaded: list[int] = []
     mapped: list[int] = []
-    for spec in needed_by(config, role):
+    for spec in needed_by(config, role, experts):
         sizes = [num_bytes[name] for name in _with_scale(spec) if name in num_bytes]
         (mapped if spec.name in tables else loaded).extend(sizes)
     return RoleTotal(Total(len(loaded), sum(loaded)), Total(len(mapped), sum(mapped)))

@@ -49,18 +49,10 @@ class ReferenceSession:
         self._imported: set[int] = set()
 
     def add_image(self, start: int, pixels: NDArray[np.uint8]) -> range:
-        """Puts an image into the sequence; its rows are computed here, alone.
+        """Puts an image into the sequence, whose rows are computed here, alone; see `door.Session`.
 
-        Args:
-            start: position of its first token. May lie before `plan.first_pos`, as long as no row has run: a replay
-                may begin inside an image, and look-back must know of one just before it.
-            pixels: uint8 `[height, width, 3]`, RGB.
-
-        Returns:
-            The positions of its span; the sequence must hold the image token at all of them.
-
-        Raises:
-            InvalidRequest: no vision tower, no image, or the span does not fit the sequence or another image.
+        It may lie before `plan.first_pos`, as long as no row has run: a replay may begin inside an image, and
+        look-back must know of one just before it.
         """
         tower = self._engine.vision
         if tower is None:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
 
+    import numpy as np
+    from numpy.typing import NDArray
+
 DIGEST_BYTES = 32
 MAX_DRAFTS = 5
 MAX_ROLLBACK = 8
@@ -56,6 +59,10 @@ class SimulatedSession:
     def export_block(self, index: int) -> bytes:
         """Returns the payload of block `index`."""
         return self._digests[index].ljust(self._engine.info.block_bytes, b"\0")
+
+    def add_image(self, start: int, pixels: NDArray[np.uint8]) -> range:
+        """Refuses: no tensors, no images."""
+        raise InvalidRequest("the simulated engine takes no images")
 
     def run(self, run: RowRun) -> RunResult:
         """Runs rows one by one; each logits row draws the next token from the history."""

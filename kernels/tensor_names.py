@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from flashmesh.errors import Incompatible
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -20,6 +22,34 @@ Role = Literal["prefill", "decode", "all"]
 
 _VISION_PREFIXES = ("vision.", "aligner.")
 _VISION_NAMES = frozenset({"image_start", "image_end", "image_newline"})
+
+
+class ExpertShard(NamedTuple):
+    """Which routed experts an expert-parallel rank holds: neighbours, in equal shares.
+
+    Attributes:
+        rank: in [0, num_ranks).
+        num_ranks: ranks that share the experts of every block, draft blocks included.
+    """
+
+    rank: int
+    num_ranks: int
+
+    def of(self, num_experts: int) -> range:
+        """Returns the experts of this rank; where they do not divide evenly, early ranks hold one more.
+
+        Raises:
+            Incompatible: there is no such rank, or a rank would hold no expert.
+        """
+        rank, num_ranks = self
+        if not 0 <= rank < num_ranks <= num_experts:
+            raise Incompatible(f"rank {rank} of {num_ranks} cannot share {num_experts} experts")
+        share, more = divmod(num_experts, num_ranks)
+        first = rank * share + min(rank, more)
+        return range(first, first + share + (rank < more))
+
+
+EVERY_EXPERT = ExpertShard(0, 1)
 
 
 class TensorSpec(NamedTuple):
@@ -55,11 +85,16 @@ def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
     yield from _draft(c)
 
 
-def needed_by(config: ModelConfig, role: Role) -> Iterator[TensorSpec]:
+def needed_by(
+    config: ModelConfig, role: Role, experts: ExpertShard = EVERY_EXPERT
+) -> Iterator[TensorSpec]:
     """Yields the tensors that a role loads.
 
     A prefill ends in the compressed rows of the first decoder layer, so of that layer it needs only
-    what makes them.
+    what makes them. All but the routed experts is the same on every rank.
+
+    Raises:
+        Incompatible: `experts` does not divide this model's.
     """
     first = config.num_encoder_layers
     kept = tuple(f"layers.{layer}." for layer in range(first))
@@ -69,8 +104,16 @@ def needed_by(config: ModelConfig, role: Role) -> Iterator[TensorSpec]:
         kept += (attn + "indexer.wk.", attn + "indexer.k_norm.")
     else:
         kept = ("embed.", "layers.", "norm.", "head.", "mtp.")
+    held = {
+        "layers": experts.of(config.n_routed_experts),
+        "mtp": experts.of(config.dspark_n_routed_experts)
+        if config.num_nextn_predict_layers
+        else (),
+    }
     for spec in tensors(config):
-        if spec.name.startswith(kept):
+        block, _, rest = spec.name.partition(".")
+        _, _, expert = rest.partition(".ffn.experts.")
+        if spec.name.startswith(kept) and (not expert or int(expert.split(".")[0]) in held[block]):
             yield spec
 
 

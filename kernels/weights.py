@@ -26,6 +26,8 @@ from flashmesh.kernels.loading_bar import loading_bar
 from flashmesh.kernels.shards import fingerprint, open_shards
 from flashmesh.kernels.stored_tensor import StoredTensor, check_finite
 from flashmesh.kernels.tensor_names import (
+    EVERY_EXPERT,
+    ExpertShard,
     Role,
     TensorSpec,
     engram_table_name,
@@ -129,6 +131,7 @@ def load_weights(
     config: ModelConfig,
     role: Role,
     *,
+    experts: ExpertShard = EVERY_EXPERT,
     expand_below_bytes: int = EXPAND_BELOW_BYTES,
 ) -> Weights:
     """Loads the tensors of a role.
@@ -139,14 +142,16 @@ def load_weights(
         role: "prefill" loads the encoder half and what the first decoder layer's compressed rows
             need; "decode" and "all" load the whole model. Vision tensors are recognised and not
             loaded.
+        experts: the routed experts to load, of an expert-parallel rank.
         expand_below_bytes: expand the tensors once if their fp32 values take less than this.
 
     Raises:
         CheckpointError: see the module's text.
+        Incompatible: `experts` does not divide this model's.
     """
     shards = open_shards(folder)
     specs = {spec.name: spec for spec in tensors(config)}
-    needed = list(needed_by(config, role))
+    needed = list(needed_by(config, role, experts))
     places = find_tensors(shards, specs)
     check_coverage(places, needed, folder)
     check_storage(places, specs)
@@ -200,21 +205,27 @@ def checkpoint_folder(path_or_hub_id: str, revision: str | None) -> Path:
 
     Args:
         path_or_hub_id: a folder, or a hub id such as "owner/name".
-        revision: branch, tag or commit on the hub; None means its default branch.
+        revision: commit, tag or branch on the hub; a hub id needs one, so that a worker started
+            later loads the same files.
 
     Raises:
-        CheckpointError: there is no such folder and the hub gave none.
+        CheckpointError: there is no such folder and the hub gave none, or no revision was named.
     """
     folder = Path(path_or_hub_id).expanduser()
     if folder.is_dir():
         return folder
     if path_or_hub_id.startswith((".", "/", "~")) or path_or_hub_id.count("/") != 1:
         raise CheckpointError(f"{path_or_hub_id}: no such folder, and not a hub id (owner/name)")
+    if not revision:
+        raise CheckpointError(
+            f"{path_or_hub_id}: no such folder; to download it from the hub, pin a revision "
+            "([model] revision, best a commit)"
+        )
     try:
         from huggingface_hub import snapshot_download
 
         patterns = ["*.json", "*.safetensors"]
         return Path(snapshot_download(path_or_hub_id, revision=revision, allow_patterns=patterns))
     except Exception as error:  # the client lets errors of several libraries through
-        where = f"{path_or_hub_id} at revision {revision or 'default'}"
+        where = f"{path_or_hub_id} at revision {revision}"
         raise CheckpointError(f"{where}: not a folder, and not downloaded: {error}") from error

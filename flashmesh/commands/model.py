@@ -19,6 +19,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "show what a checkpoint folder holds and what its workers would load; reads headers only"
     inspect = actions.add_parser("inspect", help=text, description=text)
     inspect.add_argument("path", type=Path, metavar="PATH")
+    inspect.add_argument(
+        "--expert-ranks",
+        type=int,
+        default=1,
+        metavar="N",
+        help="show what a worker loads that shares the routed experts with others, N in all",
+    )
     inspect.set_defaults(act=_inspect)
     text = "write the built-in checkpoint (random weights) below OUT and print its folder"
     make_demo = actions.add_parser("make-demo", help=text, description=text)
@@ -63,8 +70,10 @@ def _inspect(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from flashmesh.kernels.inspect import inspect_checkpoint
+    from flashmesh.kernels.tensor_names import ExpertShard
 
-    found = inspect_checkpoint(args.path)
+    # The first rank: where experts do not divide evenly, none holds more.
+    found = inspect_checkpoint(args.path, ExpertShard(0, args.expert_ranks))
     console = Console()
     _print_files(console, found)
     _print_roles(console, found)

@@ -3,11 +3,13 @@
 import json
 import math
 
+import pytest
 from support import golden
 
+from flashmesh.errors import Incompatible
 from flashmesh.kernels.config import ModelConfig
 from flashmesh.kernels.formats import stored
-from flashmesh.kernels.tensor_names import is_vision, needed_by, tensors
+from flashmesh.kernels.tensor_names import ExpertShard, is_vision, needed_by, tensors
 
 RELEASED = {
     "vocab_size": 129280, "hidden_size": 5120, "num_hidden_layers": 40, "num_attention_heads": 64,
@@ -81,6 +83,29 @@ def test_a_decode_needs_everything():
     needed = {spec.name for spec in needed_by(released(), "decode")}
     everything = {spec.name for spec in tensors(released())}
     assert needed == everything
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3, 64, 128])
+def test_ranks_share_the_routed_experts_and_nothing_else(num_ranks):
+    config = released()
+    ranks = [
+        {spec.name for spec in needed_by(config, "decode", ExpertShard(rank, num_ranks))}
+        for rank in range(num_ranks)
+    ]
+    assert set.union(*ranks) == {spec.name for spec in tensors(config)}
+    common = (
+        set.intersection(*ranks) if num_ranks > 1 else {n for n in ranks[0] if ".experts." not in n}
+    )
+    assert {name for name in ranks[0] | ranks[-1] if ".ffn.experts." not in name} == common
+    routed = [len(rank) - len(common) for rank in ranks]
+    assert sum(routed) == 3 * (40 * 384 + 3 * 128)
+    assert max(routed) - min(routed) <= 3 * (40 + 3)
+
+
+@pytest.mark.parametrize("shard", [(0, 0), (2, 2), (-1, 2), (0, 129)])
+def test_a_rank_that_cannot_be_is_refused(shard):
+    with pytest.raises(Incompatible, match=f"rank {shard[0]} of {shard[1]} cannot share"):
+        list(needed_by(released(), "decode", ExpertShard(*shard)))
 
 
 def test_vision_names_are_recognised():

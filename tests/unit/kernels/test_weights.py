@@ -11,7 +11,7 @@ from support import golden
 
 from flashmesh.errors import CheckpointError
 from flashmesh.kernels.config import ModelConfig
-from flashmesh.kernels.tensor_names import needed_by
+from flashmesh.kernels.tensor_names import ExpertShard, needed_by
 from flashmesh.kernels.weights import checkpoint_folder, load_weights
 
 CONFIG = ModelConfig.load(golden.DATA)
@@ -278,6 +278,25 @@ def test_a_large_engram_table_is_checked_as_its_rows_are_read(values, tmp_path, 
         weights.engram_rows(3, torch.tensor([9]))
 
 
+def test_a_rank_loads_its_experts_and_misses_no_others(values, tmp_path):
+    theirs = tuple(f".ffn.experts.{expert}." for expert in (0, 1, 2, 3))
+    drafts = tuple(f".ffn.experts.{expert}." for expert in (0, 1))
+    held = {
+        name: value
+        for name, value in values.items()
+        if not any(part in name for part in (drafts if name.startswith("mtp.") else theirs))
+    }
+    folder = single(tmp_path, held)
+    weights = load_weights(folder, CONFIG, "all", experts=ExpertShard(1, 2))
+    assert "layers.0.ffn.experts.4.w1.weight" in weights
+    assert "layers.0.ffn.experts.3.w1.weight" not in weights
+    assert "mtp.0.ffn.experts.2.w1.weight" in weights
+    assert "mtp.0.ffn.experts.1.w1.weight" not in weights
+    assert "layers.0.ffn.shared_experts.w1.weight" in weights
+    with pytest.raises(CheckpointError, match="missing from all shards: .*experts.0.w1"):
+        load_weights(folder, CONFIG, "all", experts=ExpertShard(0, 2))
+
+
 def test_a_local_folder_is_used_as_it_is(tmp_path):
     assert checkpoint_folder(str(tmp_path), None) == tmp_path
 
@@ -286,6 +305,11 @@ def test_a_local_folder_is_used_as_it_is(tmp_path):
 def test_a_missing_folder_is_not_asked_of_the_hub(path):
     with pytest.raises(CheckpointError, match="no such folder"):
         checkpoint_folder(path, None)
+
+
+def test_a_download_needs_a_revision():
+    with pytest.raises(CheckpointError, match="owner/name: no such folder; .* pin a revision"):
+        checkpoint_folder("owner/name", None)
 
 
 def test_a_failed_download_names_id_and_revision(monkeypatch):
