@@ -12,10 +12,12 @@ COPY pyproject.toml README.md LICENSE ./
 COPY flashmesh flashmesh
 COPY kernels kernels
 COPY services services
-RUN pip install -c constraints.txt .
+RUN pip install -c constraints.txt '.[grammar-cpu]' \
+    && pip install -c constraints.txt --no-deps xgrammar
 
-# A named volume mounted on /run/flashmesh takes its owner from here, so the secrets stay 0600 and readable.
-RUN useradd --uid 10001 --create-home flashmesh && install -d -o flashmesh -m 0700 /run/flashmesh
+# Volumes take their owner from here, so that secrets and blocks stay readable for their owner alone.
+RUN useradd --uid 10001 --create-home flashmesh \
+    && install -d -o flashmesh -m 0700 /run/flashmesh /var/lib/flashmesh
 WORKDIR /app
 COPY config config
 USER flashmesh

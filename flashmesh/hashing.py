@@ -14,6 +14,7 @@ import sys
 from array import array
 from typing import TYPE_CHECKING, NewType
 
+from flashmesh.errors import Incompatible
 from flashmesh.types import BLOCK_TOKENS
 
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ BlockHash = NewType("BlockHash", bytes)
 
 SCHEME = b"flashmesh-blocks-1"
 HASH_BYTES = 16
+
+GOLDEN_BLOCK = bytes.fromhex("d19c887fa72403ad77f82d30318062df")
+"""Block 1 of the worked example, which depends on the root, on block 0 and on two blocks of tokens."""
 
 EXTRA_CACHE_SALT = 1
 EXTRA_ADAPTER = 2
@@ -77,3 +81,23 @@ def chain(root: bytes, tokens: Sequence[int], extras: bytes = b"") -> Iterator[B
         block = next_hash(parent, tokens[begin : begin + BLOCK_TOKENS], extras)
         yield block
         parent = block
+
+
+def check_scheme() -> None:
+    """Computes the worked example; every process does so before it joins a mesh.
+
+    Raises:
+        Incompatible: this build computes other keys than the published scheme.
+    """
+    root = root_hash(
+        fingerprint=bytes(range(32)),
+        layout_id=bytes(range(16)),
+        gemm_quantized=False,
+        tenant_salt=b"",
+    )
+    *_, block = chain(root, range(2 * BLOCK_TOKENS))
+    if block != GOLDEN_BLOCK:
+        raise Incompatible(
+            f"this build hashes block 1 of the example to {block.hex()}, "
+            f"but {SCHEME.decode()} says {GOLDEN_BLOCK.hex()}"
+        )

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
+import prometheus_client
 
-from flashmesh.errors import BlockNotFound, CorruptBlock, FlashmeshError, from_rpc_error
-from flashmesh.objects import KIND_MISSING, StoredObject, parse_objects, verify_is
+from flashmesh.errors import CorruptBlock, FlashmeshError, WorkerLost, from_rpc_error
+from flashmesh.objects import StoredObject, parse_objects, verify
 from flashmesh.rpc import Channels, remaining_s
-from flashmesh.types import BLOCK_TOKENS
+from flashmesh.shared_memory import OFFER_MAGIC, REFERENCES_MAGIC, SharedMemories
 from flashmesh.v1 import kvstore_pb2, kvstore_pb2_grpc
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator, Sequence
 
     from flashmesh.hashing import BlockHash
-    from flashmesh.runs import Place
 
 FRAME_BYTES = 1024 * 1024
 """Frames grow up to this: it amortises a message and still bounds the memory of a stream."""
@@ -27,45 +26,124 @@ FRAME_BYTES = 1024 * 1024
 CONTROL_TIMEOUT_S = 5.0
 TRANSFER_TIMEOUT_S = 60.0
 
-
-class BlockMissing(BlockNotFound):
-    """A block did not come; `index` is its place in the chain."""
-
-    def __init__(self, index: int, node_id: str) -> None:
-        super().__init__(f"block {index} of the prompt is not on kvstore node {node_id}")
-        self.index = index
+READ = prometheus_client.Counter(
+    "flashmesh_kv_client_blocks_total", "Blocks that came intact, by way.", ["way"]
+)
+DAMAGED = prometheus_client.Counter(
+    "flashmesh_kv_client_damaged_total", "Blocks that came damaged, by way.", ["way"]
+)
 
 
 class KvClient:
-    """The way to the nodes."""
+    """The way to the nodes.
 
-    def __init__(self, channels: Channels) -> None:
+    Args:
+        channels: where calls go out.
+        shared_memory: read the memory of nodes on this host where that is possible.
+    """
+
+    def __init__(self, channels: Channels, *, shared_memory: bool = True) -> None:
         self._channels = channels
+        self._memories = SharedMemories() if shared_memory else None
 
     async def get(
         self, address: str, hashes: Sequence[BlockHash], wait_s: float
     ) -> AsyncGenerator[StoredObject, None]:
-        """Yields the named objects in any order; those that did not come in time have kind MISSING.
+        """Yields intact copies of objects in any order; one that did not come has kind MISSING.
 
-        Payloads are not verified here: the reader knows what it asked for.
+        Whether it is the block that the caller means, only the caller knows (see `fetch_blocks`).
+
+        Raises:
+            CorruptBlock: what came over the wire is damaged; the block was reported to its node.
+            WorkerLost: the node cannot be reached, or left something unanswered.
         """
+        outstanding = dict.fromkeys(hashes)
+        memories = self._memories
+        while True:
+            with self._get(address, list(outstanding), wait_s, memories) as call:
+                async for frame in call:
+                    for item in await self._objects(address, frame, outstanding, memories):
+                        yield item
+            if not outstanding:
+                return
+            if memories is None:
+                raise WorkerLost(f"kvstore {address} left {len(outstanding)} blocks unanswered")
+            # Ranges of shared memory that were filled anew between the node's answer and our copy.
+            DAMAGED.labels("shared").inc(len(outstanding))
+            memories, wait_s = None, 0.0
+
+    @contextlib.contextmanager
+    def _get(
+        self,
+        address: str,
+        hashes: Sequence[BlockHash],
+        wait_s: float,
+        memories: SharedMemories | None,
+    ) -> Iterator[grpc.aio.UnaryStreamCall]:
+        """Opens a call; leaving cancels what has not ended."""
         request = kvstore_pb2.GetRequest(hashes=hashes, wait_ms=int(wait_s * 1000))
+        if memories is not None:
+            memories.announce(address, request)
         method = self._channels.get(address).unary_stream(
             "/flashmesh.v1.KvTransfer/Get",
             request_serializer=kvstore_pb2.GetRequest.SerializeToString,
         )
-        with _errors(address):
+        with node_errors(address):
             call = method(
                 request,
                 metadata=self._channels.metadata(),
                 timeout=_timeout_s(wait_s + TRANSFER_TIMEOUT_S),
             )
             try:
-                async for frame in call:
-                    for item in parse_objects(frame):
-                        yield item
+                yield call
             finally:
                 call.cancel()
+
+    async def _objects(
+        self,
+        address: str,
+        frame: bytes,
+        outstanding: dict[BlockHash, None],
+        memories: SharedMemories | None,
+    ) -> list[StoredObject]:
+        """Returns the intact objects that a frame brings; they are no longer outstanding."""
+        if memories is not None and frame.startswith(OFFER_MAGIC):
+            memories.open(address, frame)
+            return []
+        if memories is not None and frame.startswith(REFERENCES_MAGIC):
+            copies = memories.copy(address, frame)
+            items = [item for item in copies if item.hash in outstanding]
+            for item in items:
+                del outstanding[item.hash]
+            READ.labels("shared").inc(len(items))
+            return items
+        items = await self._intact(address, frame, outstanding)
+        READ.labels("stream").inc(len(items))
+        return items
+
+    async def _intact(
+        self, address: str, frame: bytes, outstanding: dict[BlockHash, None]
+    ) -> list[StoredObject]:
+        """Parses and verifies the objects of a frame; reports the one that is damaged."""
+        items = []
+        named = None
+        try:
+            for item in parse_objects(frame):
+                if item.hash not in outstanding:
+                    raise CorruptBlock("a block came that was not asked for")
+                named = item.hash
+                verify(item)
+                del outstanding[named]
+                items.append(item)
+        except CorruptBlock as error:
+            DAMAGED.labels("stream").inc()
+            # Damage may hide the name; blocks come in the order of the request.
+            suspect = named if named in outstanding else next(iter(outstanding), None)
+            if suspect is not None:
+                with contextlib.suppress(FlashmeshError):
+                    await self.report(address, suspect, str(error))
+            raise CorruptBlock(f"kvstore {address}: {error}") from error
+        return items
 
     async def put(self, address: str, objects: Sequence[StoredObject]) -> kvstore_pb2.PutSummary:
         """Stores objects; the first writer of a hash wins.
@@ -77,7 +155,7 @@ class KvClient:
             "/flashmesh.v1.KvTransfer/Put",
             response_deserializer=kvstore_pb2.PutSummary.FromString,
         )
-        with _errors(address):
+        with node_errors(address):
             summary: kvstore_pb2.PutSummary = await method(
                 frames([item.data for item in objects]),
                 metadata=self._channels.metadata(),
@@ -120,69 +198,12 @@ class KvClient:
 
     async def _control(self, address: str, method: str, request: object) -> Any:
         stub = kvstore_pb2_grpc.KvStoreStub(self._channels.get(address))
-        with _errors(address):
+        with node_errors(address):
             return await getattr(stub, method)(
                 request,
                 metadata=self._channels.metadata(),
                 timeout=_timeout_s(CONTROL_TIMEOUT_S),
             )
-
-
-async def fetch_blocks(
-    client: KvClient,
-    places: Sequence[Place],
-    hashes: Sequence[BlockHash],
-    tokens: Sequence[int],
-    layout_id: bytes,
-    first: int,
-    stop: int,
-    wait_s: float,
-) -> AsyncGenerator[tuple[int, StoredObject], None]:
-    """Yields verified blocks [first, stop) of a chain, run by run, in any order within a run.
-
-    Args:
-        client: the way to the nodes.
-        places: where the chain's blocks live.
-        hashes, tokens: of the whole chain.
-        layout_id: that the payloads must have.
-        first, stop: block indices.
-        wait_s: how long to wait in all for blocks that are not stored yet.
-
-    Raises:
-        BlockMissing: names the first block that did not come.
-        CorruptBlock: a block is not what it claims; it was reported to its node.
-    """
-    index_of = {hash: index for index, hash in enumerate(hashes)}
-    clock = asyncio.get_running_loop().time
-    deadline = clock() + wait_s
-    for place in places:
-        begin, end = max(first, place.first_block), min(stop, place.first_block + place.num_blocks)
-        if begin >= end:
-            continue
-        missing = []
-        left_s = max(0.0, deadline - clock())
-        async with contextlib.aclosing(
-            client.get(place.address, hashes[begin:end], left_s)
-        ) as items:
-            async for item in items:
-                index = index_of.get(item.hash)
-                if index is None:
-                    raise CorruptBlock(f"kvstore {place.address} sent a block nobody asked for")
-                if item.kind == KIND_MISSING:
-                    missing.append(index)
-                    continue
-                block = tokens[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS]
-                try:
-                    verify_is(
-                        item, hash=hashes[index], layout_id=layout_id, index=index, tokens=block
-                    )
-                except CorruptBlock as error:
-                    with contextlib.suppress(FlashmeshError):
-                        await client.report(place.address, hashes[index], str(error))
-                    raise
-                yield index, item
-        if missing:
-            raise BlockMissing(min(missing), place.node_id)
 
 
 def frames(objects: Sequence[bytes | memoryview]) -> Iterator[bytes]:
@@ -200,7 +221,8 @@ def frames(objects: Sequence[bytes | memoryview]) -> Iterator[bytes]:
 
 
 @contextlib.contextmanager
-def _errors(address: str) -> Iterator[None]:
+def node_errors(address: str) -> Iterator[None]:
+    """Turns a failed call to a node into the error that it stands for."""
     try:
         yield
     except grpc.aio.AioRpcError as error:

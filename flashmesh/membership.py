@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 from typing import TYPE_CHECKING
 
+import redis.exceptions
+
+from flashmesh import hashing
 from flashmesh.lifecycle import Running, background
 from flashmesh.redis_client import connect
 from flashmesh.registry import Heartbeat, Registry, WorkerRecord
@@ -16,6 +20,8 @@ if TYPE_CHECKING:
     from flashmesh.config import MeshConfig, ServiceConfig
     from flashmesh.types import ModelInfo
 
+log = logging.getLogger(__name__)
+
 
 def new_record(
     role: str,
@@ -25,7 +31,12 @@ def new_record(
     model: ModelInfo | None = None,
     capacity: Mapping[str, float] | None = None,
 ) -> WorkerRecord:
-    """Makes the record of a process that starts now, under an epoch of its own."""
+    """Makes the record of a process that starts now, under an epoch of its own.
+
+    Raises:
+        Incompatible: this build does not name blocks as it should.
+    """
+    hashing.check_scheme()
     return WorkerRecord(
         id=config.id or f"{role}-{secrets.token_hex(4)}",
         epoch=secrets.token_hex(16),
@@ -47,10 +58,18 @@ async def registered(
 
     Yields:
         A function that leaves the registry; leaving the context does too.
+
+    Raises:
+        Incompatible: the processes of this mesh name blocks otherwise.
     """
     async with contextlib.aclosing(connect(mesh.redis())) as client:
+        registry = Registry(client, mesh.name)
+        try:
+            await registry.check_scheme(record)
+        except (redis.exceptions.RedisError, OSError) as error:
+            log.warning("hashing schemes not compared", extra={"error": str(error)})
         heartbeat = Heartbeat(
-            Registry(client, mesh.name),
+            registry,
             record,
             load,
             interval_s=mesh.heartbeat_interval_s,

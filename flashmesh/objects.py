@@ -107,6 +107,20 @@ def pack_missing(hash: BlockHash) -> bytes:
     return fields + xxhash.xxh3_128(fields).digest()
 
 
+def object_bytes(header: bytes | memoryview) -> int:
+    """Returns the length of the object that begins with this header, which it claims.
+
+    Raises:
+        CorruptBlock: no object begins like this.
+    """
+    if len(header) < HEADER_BYTES:
+        raise CorruptBlock(f"{len(header)} bytes are too few for an object header")
+    magic, version, kind, *_, size = _FIELDS.unpack_from(header)
+    if magic != MAGIC or version != VERSION or kind not in (KIND_MISSING, KIND_BLOCK):
+        raise CorruptBlock(f"not an object: magic {magic!r}, version {version}, kind {kind}")
+    return HEADER_BYTES + int(size)
+
+
 def parse_objects(frame: bytes | memoryview) -> Iterator[StoredObject]:
     """Yields the objects of a frame without copying; the checksum is not looked at (see `verify`).
 
@@ -115,14 +129,10 @@ def parse_objects(frame: bytes | memoryview) -> Iterator[StoredObject]:
     """
     view = memoryview(frame)
     while view:
-        if len(view) < HEADER_BYTES:
-            raise CorruptBlock(f"{len(view)} bytes are too few for an object header")
-        (magic, version, kind, layout_id, hash, parent, run, position, fingerprint, size) = (
-            _FIELDS.unpack_from(view)
+        end = object_bytes(view)
+        (_, _, kind, layout_id, hash, parent, run, position, fingerprint, _) = _FIELDS.unpack_from(
+            view
         )
-        if magic != MAGIC or version != VERSION or kind not in (KIND_MISSING, KIND_BLOCK):
-            raise CorruptBlock(f"not an object: magic {magic!r}, version {version}, kind {kind}")
-        end = HEADER_BYTES + size
         if len(view) < end:
             raise CorruptBlock(f"an object of {end} bytes was cut off at {len(view)}")
         (checksum,) = _CHECKSUM.unpack_from(view, _FIELDS.size)
@@ -153,15 +163,14 @@ def verify(item: StoredObject) -> None:
         raise CorruptBlock(f"block {item.hash.hex()}: checksum differs")
 
 
-def verify_is(
+def check_is(
     item: StoredObject, *, hash: BlockHash, layout_id: bytes, index: int, tokens: Sequence[int]
 ) -> None:
-    """Checks that an object is intact and is the block that was asked for.
+    """Checks that an intact object is the block that was asked for.
 
     Raises:
-        CorruptBlock: a bit differs, or it is another block, or holds rows of other tokens.
+        CorruptBlock: it is another block, or holds rows of other tokens.
     """
-    verify(item)
     wanted = (hash, layout_id, index * BLOCK_TOKENS, token_fingerprint(tokens))
     if (item.hash, item.layout_id, item.position, item.fingerprint) != wanted:
         raise CorruptBlock(f"block {hash.hex()}: the stored object is a foreign one")

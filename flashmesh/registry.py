@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import redis.exceptions
 
-from flashmesh.redis_client import call_limit
+from flashmesh import hashing
+from flashmesh.errors import Incompatible
+from flashmesh.redis_client import call_limit, key_prefix
 from flashmesh.types import ModelInfo
 
 if TYPE_CHECKING:
@@ -28,6 +30,20 @@ log = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 0.5
 TRUST_EMPTY_AFTER_S = 5.0
+
+# Who starts takes the name. Who renews must still hold it: else a process that was suspended, and replaced
+# meanwhile, would take the place of its successor again and again.
+_BEAT = """
+local held = redis.call('GET', KEYS[1])
+if held and ARGV[1] == 'renewal' then
+  local readable, record = pcall(cjson.decode, held)
+  if readable and record['epoch'] and record['epoch'] ~= ARGV[2] then return 0 end
+end
+redis.call('SET', KEYS[1], ARGV[3], 'PX', ARGV[4])
+redis.call('SADD', KEYS[2], ARGV[5])
+redis.call('SET', KEYS[3], ARGV[6], 'NX')
+return 1
+"""
 
 # Only the owner may remove its record: a successor with the same name has another epoch.
 _REMOVE = """
@@ -50,6 +66,7 @@ class WorkerRecord:
         address: host:port of its gRPC server.
         model: what it serves; None for router and kvstore.
         capacity, load: numbers by name, load as of the last renewal.
+        scheme: by which it names blocks.
     """
 
     id: str
@@ -59,6 +76,7 @@ class WorkerRecord:
     model: ModelInfo | None = None
     capacity: Mapping[str, float] = field(default_factory=dict)
     load: Mapping[str, float] = field(default_factory=dict)
+    scheme: str = hashing.SCHEME.decode()
 
     def to_json(self) -> str:
         """Packs the record."""
@@ -94,7 +112,7 @@ class Registry:
 
     Args:
         client: from `redis_client.connect`.
-        mesh: the mesh's name; all its keys share one cluster slot.
+        mesh: the mesh's name.
 
     Attributes:
         generation: drawn when Redis is first written to, so another one means that it was wiped;
@@ -103,18 +121,49 @@ class Registry:
 
     def __init__(self, client: redis.asyncio.Redis, mesh: str) -> None:
         self._client = client
-        self._prefix = f"{{flashmesh:{mesh}}}"
+        self._prefix = key_prefix(mesh)
         self._ids = f"{self._prefix}:workers"
         self._generation_key = f"{self._prefix}:generation"
         self.generation: bytes | None = None
 
-    async def heartbeat(self, record: WorkerRecord, ttl_s: float) -> None:
-        """Writes a record that lives for `ttl_s`."""
-        async with call_limit(), self._client.pipeline(transaction=False) as pipe:
-            pipe.set(self._key(record.id), record.to_json(), px=int(ttl_s * 1000))
-            pipe.sadd(self._ids, record.id)
-            pipe.set(self._generation_key, secrets.token_hex(8), nx=True)
-            await pipe.execute()
+    async def heartbeat(
+        self, record: WorkerRecord, ttl_s: float, *, is_renewal: bool = False
+    ) -> bool:
+        """Writes a record that lives for `ttl_s`; says whether it did.
+
+        Args:
+            record: what to write.
+            ttl_s: how long it outlives this call.
+            is_renewal: not where another epoch holds the name by now.
+        """
+        async with call_limit():
+            written = await self._client.eval(
+                _BEAT,
+                3,
+                self._key(record.id),
+                self._ids,
+                self._generation_key,
+                "renewal" if is_renewal else "first",
+                record.epoch,
+                record.to_json(),
+                int(ttl_s * 1000),
+                record.id,
+                secrets.token_hex(8),
+            )
+        return bool(written)
+
+    async def check_scheme(self, record: WorkerRecord) -> None:
+        """Compares how a process names blocks with how those do that are here already.
+
+        Raises:
+            Incompatible: another one names them otherwise, so no block would ever be found.
+        """
+        for other in await self.list():
+            if other.scheme != record.scheme:
+                raise Incompatible(
+                    f"{other.id} names blocks by {other.scheme!r}, this process by "
+                    f"{record.scheme!r}; stop the others, or give this mesh another name"
+                )
 
     async def remove(self, record: WorkerRecord) -> None:
         """Takes a record out, unless a successor has replaced it."""
@@ -179,13 +228,15 @@ class Heartbeat:
         self._left = False
 
     async def run(self) -> None:
-        """Renews until cancelled or left; an outage of Redis is logged once and outlived."""
-        down = False
+        """Renews until cancelled, left or replaced; an outage of Redis is logged once and outlived."""
+        down = is_renewal = False
         while not self._left:
             record = dataclasses.replace(self.record, load=dict(self._load()))
             try:
-                await self._registry.heartbeat(record, self._ttl_s)
-                down = False
+                if not await self._registry.heartbeat(record, self._ttl_s, is_renewal=is_renewal):
+                    log.error("another process has taken this name", extra={"id": record.id})
+                    return
+                down, is_renewal = False, True
             except (redis.exceptions.RedisError, OSError) as error:
                 if not down:
                     log.warning("registry unreachable", extra={"error": str(error)})

@@ -7,13 +7,14 @@ not hold exactly these tokens can neither be read nor written under their name.
 from __future__ import annotations
 
 import contextlib
+import copy
 from typing import TYPE_CHECKING
 
 import xxhash
 
 from flashmesh.errors import BlockNotFound, InvalidRequest, WorkerLost
 from flashmesh.hashing import BlockHash, next_hash
-from flashmesh.kv_client import KvClient, fetch_blocks
+from flashmesh.kv_fetch import fetch_blocks
 from flashmesh.objects import StoredObject, pack_block
 from flashmesh.runs import RUN_BLOCKS, Place
 from flashmesh.types import BLOCK_TOKENS
@@ -21,6 +22,7 @@ from flashmesh.types import BLOCK_TOKENS
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from flashmesh.kv_client import KvClient
     from flashmesh.v1 import types_pb2
 
 
@@ -51,6 +53,14 @@ class StoredChain:
         self._tokens: list[int] = []
         self.hashes: list[BlockHash] = []
         self.extend(tokens)
+
+    def fork(self, tokens: Sequence[int]) -> StoredChain:
+        """Returns a copy that goes on with other tokens."""
+        twin = copy.copy(self)
+        twin._tokens = list(self._tokens)
+        twin.hashes = list(self.hashes)
+        twin.extend(tokens)
+        return twin
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Adds tokens, and the hashes of the blocks that they complete."""

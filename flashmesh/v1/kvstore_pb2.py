@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x66lashmesh/v1/kvstore.proto\x12\x0c\x66lashmesh.v1\"\x1d\n\x0bHaveRequest\x12\x0e\n\x06hashes\x18\x01 \x03(\x0c\"\x1f\n\x0cHaveResponse\x12\x0f\n\x07present\x18\x01 \x03(\x08\"@\n\x0cLeaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0e\n\x06hashes\x18\x02 \x03(\x0c\x12\x0e\n\x06ttl_ms\x18\x03 \x01(\r\"\x1e\n\rLeaseResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x0c\"1\n\x0cRenewRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\t\x12\x0e\n\x06ttl_ms\x18\x02 \x01(\r\"9\n\rRenewResponse\x12\x19\n\x11unknown_lease_ids\x18\x01 \x03(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x0c\"#\n\x0eReleaseRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\t\"\x11\n\x0fReleaseResponse\"-\n\rReportRequest\x12\x0c\n\x04hash\x18\x01 \x01(\x0c\x12\x0e\n\x06reason\x18\x02 \x01(\t\"%\n\x0eReportResponse\x12\x13\n\x0bquarantined\x18\x01 \x01(\x08\"\r\n\x0bStatRequest\"\xb7\x01\n\x0cStatResponse\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x0c\x12\x12\n\nnum_blocks\x18\x03 \x01(\x04\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x04 \x01(\x04\x12\x14\n\x0cleased_bytes\x18\x05 \x01(\x04\x12\x17\n\x0f\x65victable_bytes\x18\x06 \x01(\x04\x12\x12\n\nnum_leases\x18\x07 \x01(\x04\x12\x18\n\x10num_waiting_gets\x18\x08 \x01(\x04\"-\n\nGetRequest\x12\x0e\n\x06hashes\x18\x01 \x03(\x0c\x12\x0f\n\x07wait_ms\x18\x02 \x01(\r\"3\n\nPutSummary\x12\x12\n\nnum_stored\x18\x01 \x01(\r\x12\x11\n\tnum_known\x18\x02 \x01(\r2\x98\x03\n\x07KvStore\x12=\n\x04Have\x12\x19.flashmesh.v1.HaveRequest\x1a\x1a.flashmesh.v1.HaveResponse\x12@\n\x05Lease\x12\x1a.flashmesh.v1.LeaseRequest\x1a\x1b.flashmesh.v1.LeaseResponse\x12@\n\x05Renew\x12\x1a.flashmesh.v1.RenewRequest\x1a\x1b.flashmesh.v1.RenewResponse\x12\x46\n\x07Release\x12\x1c.flashmesh.v1.ReleaseRequest\x1a\x1d.flashmesh.v1.ReleaseResponse\x12\x43\n\x06Report\x12\x1b.flashmesh.v1.ReportRequest\x1a\x1c.flashmesh.v1.ReportResponse\x12=\n\x04Stat\x12\x19.flashmesh.v1.StatRequest\x1a\x1a.flashmesh.v1.StatResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x66lashmesh/v1/kvstore.proto\x12\x0c\x66lashmesh.v1\"\x1d\n\x0bHaveRequest\x12\x0e\n\x06hashes\x18\x01 \x03(\x0c\"\x1f\n\x0cHaveResponse\x12\x0f\n\x07present\x18\x01 \x03(\x08\"@\n\x0cLeaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0e\n\x06hashes\x18\x02 \x03(\x0c\x12\x0e\n\x06ttl_ms\x18\x03 \x01(\r\"\x1e\n\rLeaseResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x0c\"1\n\x0cRenewRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\t\x12\x0e\n\x06ttl_ms\x18\x02 \x01(\r\"9\n\rRenewResponse\x12\x19\n\x11unknown_lease_ids\x18\x01 \x03(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x0c\"#\n\x0eReleaseRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\t\"\x11\n\x0fReleaseResponse\"-\n\rReportRequest\x12\x0c\n\x04hash\x18\x01 \x01(\x0c\x12\x0e\n\x06reason\x18\x02 \x01(\t\"%\n\x0eReportResponse\x12\x13\n\x0bquarantined\x18\x01 \x01(\x08\"\r\n\x0bStatRequest\"\x97\x01\n\x0cStatResponse\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x0c\x12\x12\n\nnum_blocks\x18\x03 \x01(\x04\x12\x12\n\nnum_leases\x18\x04 \x01(\x04\x12\x18\n\x10num_waiting_gets\x18\x05 \x01(\x04\x12%\n\x05tiers\x18\x06 \x03(\x0b\x32\x16.flashmesh.v1.TierStat\"s\n\x08TierStat\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\x04\x12\x14\n\x0cleased_bytes\x18\x03 \x01(\x04\x12\x17\n\x0f\x65victable_bytes\x18\x04 \x01(\x04\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x05 \x01(\x04\"\r\n\x0bListRequest\"7\n\x0cListResponse\x12\'\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x17.flashmesh.v1.BlockInfo\"\x7f\n\tBlockInfo\x12\x0c\n\x04hash\x18\x01 \x01(\x0c\x12\x0b\n\x03run\x18\x02 \x01(\x0c\x12\x10\n\x08position\x18\x03 \x01(\x04\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\x12\x11\n\tin_memory\x18\x05 \x01(\x08\x12\x0f\n\x07on_disk\x18\x06 \x01(\x08\x12\x0e\n\x06leased\x18\x07 \x01(\x08\"$\n\rVerifyRequest\x12\x13\n\x0b\x62ytes_per_s\x18\x01 \x01(\x04\"_\n\x0eVerifyProgress\x12\x13\n\x0bnum_checked\x18\x01 \x01(\x04\x12\x11\n\tnum_total\x18\x02 \x01(\x04\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x12\n\nbad_hashes\x18\x04 \x03(\x0c\"+\n\x0c\x45victRequest\x12\x0e\n\x06hashes\x18\x01 \x03(\x0c\x12\x0b\n\x03\x61ll\x18\x02 \x01(\x08\"L\n\rEvictResponse\x12\x13\n\x0bnum_evicted\x18\x01 \x01(\x04\x12\x12\n\nnum_leased\x18\x02 \x01(\x04\x12\x12\n\nnum_absent\x18\x03 \x01(\x04\"a\n\nGetRequest\x12\x0e\n\x06hashes\x18\x01 \x03(\x0c\x12\x0f\n\x07wait_ms\x18\x02 \x01(\r\x12\x15\n\rshared_memory\x18\x03 \x01(\x08\x12\x1b\n\x13shared_memory_token\x18\x04 \x01(\x0c\"3\n\nPutSummary\x12\x12\n\nnum_stored\x18\x01 \x01(\r\x12\x11\n\tnum_known\x18\x02 \x01(\r2\xe2\x04\n\x07KvStore\x12=\n\x04Have\x12\x19.flashmesh.v1.HaveRequest\x1a\x1a.flashmesh.v1.HaveResponse\x12@\n\x05Lease\x12\x1a.flashmesh.v1.LeaseRequest\x1a\x1b.flashmesh.v1.LeaseResponse\x12@\n\x05Renew\x12\x1a.flashmesh.v1.RenewRequest\x1a\x1b.flashmesh.v1.RenewResponse\x12\x46\n\x07Release\x12\x1c.flashmesh.v1.ReleaseRequest\x1a\x1d.flashmesh.v1.ReleaseResponse\x12\x43\n\x06Report\x12\x1b.flashmesh.v1.ReportRequest\x1a\x1c.flashmesh.v1.ReportResponse\x12=\n\x04Stat\x12\x19.flashmesh.v1.StatRequest\x1a\x1a.flashmesh.v1.StatResponse\x12?\n\x04List\x12\x19.flashmesh.v1.ListRequest\x1a\x1a.flashmesh.v1.ListResponse0\x01\x12\x45\n\x06Verify\x12\x1b.flashmesh.v1.VerifyRequest\x1a\x1c.flashmesh.v1.VerifyProgress0\x01\x12@\n\x05\x45vict\x12\x1a.flashmesh.v1.EvictRequest\x1a\x1b.flashmesh.v1.EvictResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -54,11 +54,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STATREQUEST']._serialized_start=458
   _globals['_STATREQUEST']._serialized_end=471
   _globals['_STATRESPONSE']._serialized_start=474
-  _globals['_STATRESPONSE']._serialized_end=657
-  _globals['_GETREQUEST']._serialized_start=659
-  _globals['_GETREQUEST']._serialized_end=704
-  _globals['_PUTSUMMARY']._serialized_start=706
-  _globals['_PUTSUMMARY']._serialized_end=757
-  _globals['_KVSTORE']._serialized_start=760
-  _globals['_KVSTORE']._serialized_end=1168
+  _globals['_STATRESPONSE']._serialized_end=625
+  _globals['_TIERSTAT']._serialized_start=627
+  _globals['_TIERSTAT']._serialized_end=742
+  _globals['_LISTREQUEST']._serialized_start=744
+  _globals['_LISTREQUEST']._serialized_end=757
+  _globals['_LISTRESPONSE']._serialized_start=759
+  _globals['_LISTRESPONSE']._serialized_end=814
+  _globals['_BLOCKINFO']._serialized_start=816
+  _globals['_BLOCKINFO']._serialized_end=943
+  _globals['_VERIFYREQUEST']._serialized_start=945
+  _globals['_VERIFYREQUEST']._serialized_end=981
+  _globals['_VERIFYPROGRESS']._serialized_start=983
+  _globals['_VERIFYPROGRESS']._serialized_end=1078
+  _globals['_EVICTREQUEST']._serialized_start=1080
+  _globals['_EVICTREQUEST']._serialized_end=1123
+  _globals['_EVICTRESPONSE']._serialized_start=1125
+  _globals['_EVICTRESPONSE']._serialized_end=1201
+  _globals['_GETREQUEST']._serialized_start=1203
+  _globals['_GETREQUEST']._serialized_end=1300
+  _globals['_PUTSUMMARY']._serialized_start=1302
+  _globals['_PUTSUMMARY']._serialized_end=1353
+  _globals['_KVSTORE']._serialized_start=1356
+  _globals['_KVSTORE']._serialized_end=1966
 # @@protoc_insertion_point(module_scope)

@@ -64,6 +64,21 @@ class KvStoreStub:
                 request_serializer=flashmesh_dot_v1_dot_kvstore__pb2.StatRequest.SerializeToString,
                 response_deserializer=flashmesh_dot_v1_dot_kvstore__pb2.StatResponse.FromString,
                 _registered_method=True)
+        self.List = channel.unary_stream(
+                '/flashmesh.v1.KvStore/List',
+                request_serializer=flashmesh_dot_v1_dot_kvstore__pb2.ListRequest.SerializeToString,
+                response_deserializer=flashmesh_dot_v1_dot_kvstore__pb2.ListResponse.FromString,
+                _registered_method=True)
+        self.Verify = channel.unary_stream(
+                '/flashmesh.v1.KvStore/Verify',
+                request_serializer=flashmesh_dot_v1_dot_kvstore__pb2.VerifyRequest.SerializeToString,
+                response_deserializer=flashmesh_dot_v1_dot_kvstore__pb2.VerifyProgress.FromString,
+                _registered_method=True)
+        self.Evict = channel.unary_unary(
+                '/flashmesh.v1.KvStore/Evict',
+                request_serializer=flashmesh_dot_v1_dot_kvstore__pb2.EvictRequest.SerializeToString,
+                response_deserializer=flashmesh_dot_v1_dot_kvstore__pb2.EvictResponse.FromString,
+                _registered_method=True)
 
 
 class KvStoreServicer:
@@ -109,6 +124,27 @@ class KvStoreServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def List(self, request, context):
+        """Names every block that is stored when the call begins, a page a message.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Verify(self, request, context):
+        """Has the node read and check its blocks; bad ones are dropped. One message for every few megabytes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Evict(self, request, context):
+        """Drops blocks, leased ones excepted.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KvStoreServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -141,6 +177,21 @@ def add_KvStoreServicer_to_server(servicer, server):
                     servicer.Stat,
                     request_deserializer=flashmesh_dot_v1_dot_kvstore__pb2.StatRequest.FromString,
                     response_serializer=flashmesh_dot_v1_dot_kvstore__pb2.StatResponse.SerializeToString,
+            ),
+            'List': grpc.unary_stream_rpc_method_handler(
+                    servicer.List,
+                    request_deserializer=flashmesh_dot_v1_dot_kvstore__pb2.ListRequest.FromString,
+                    response_serializer=flashmesh_dot_v1_dot_kvstore__pb2.ListResponse.SerializeToString,
+            ),
+            'Verify': grpc.unary_stream_rpc_method_handler(
+                    servicer.Verify,
+                    request_deserializer=flashmesh_dot_v1_dot_kvstore__pb2.VerifyRequest.FromString,
+                    response_serializer=flashmesh_dot_v1_dot_kvstore__pb2.VerifyProgress.SerializeToString,
+            ),
+            'Evict': grpc.unary_unary_rpc_method_handler(
+                    servicer.Evict,
+                    request_deserializer=flashmesh_dot_v1_dot_kvstore__pb2.EvictRequest.FromString,
+                    response_serializer=flashmesh_dot_v1_dot_kvstore__pb2.EvictResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -305,6 +356,87 @@ class KvStore:
             '/flashmesh.v1.KvStore/Stat',
             flashmesh_dot_v1_dot_kvstore__pb2.StatRequest.SerializeToString,
             flashmesh_dot_v1_dot_kvstore__pb2.StatResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def List(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/flashmesh.v1.KvStore/List',
+            flashmesh_dot_v1_dot_kvstore__pb2.ListRequest.SerializeToString,
+            flashmesh_dot_v1_dot_kvstore__pb2.ListResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Verify(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/flashmesh.v1.KvStore/Verify',
+            flashmesh_dot_v1_dot_kvstore__pb2.VerifyRequest.SerializeToString,
+            flashmesh_dot_v1_dot_kvstore__pb2.VerifyProgress.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Evict(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/flashmesh.v1.KvStore/Evict',
+            flashmesh_dot_v1_dot_kvstore__pb2.EvictRequest.SerializeToString,
+            flashmesh_dot_v1_dot_kvstore__pb2.EvictResponse.FromString,
             options,
             channel_credentials,
             insecure,

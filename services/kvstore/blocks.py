@@ -1,129 +1,157 @@
-"""Which blocks this node holds: payload bytes within a bound, leases, and who goes first.
+"""Which blocks this node holds, in memory and on disk, under which leases, and who goes first.
 
-Plain synchronous state. Every byte is free, leased or evictable, always. A block with a lease is
-never evicted; of the others the one used least recently goes, and using a block counts as using its
-ancestors after it, so that within a run the leaf goes before what it depends on.
+Plain synchronous state. In each tier every byte is free, leased or evictable, always. A leased block
+leaves no tier that holds it; of the others the lowest priority goes first. A block that no tier holds
+any more is gone from the node.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flashmesh.errors import CorruptBlock, NoFreeBlocks, Overloaded
-from flashmesh.hashing import BlockHash
 from flashmesh.objects import StoredObject, verify
+from flashmesh.services.kvstore.leases import Leases
+from flashmesh.services.kvstore.policy import Usage
+from flashmesh.services.kvstore.tier import UNUSED, Block, Tier, TierStats
+from flashmesh.services.kvstore.uses import Uses
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from flashmesh.hashing import BlockHash
+    from flashmesh.services.kvstore.leases import Lease
+    from flashmesh.services.kvstore.segments import Record, Segment
+
 DEFAULT_OBJECT_BYTES = 128 * 1024
 """What a block that is still to come is taken for, before the first one has arrived."""
 
-MAX_LEASES = 1 << 16
-"""A lease may name nothing and still takes memory, so their number is bounded too."""
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockStats:
-    """Bytes by state, and counts; `num_expected` blocks are leased and not stored."""
+    """Bytes by tier and state, and counts; `num_expected` blocks are leased and not stored."""
 
-    capacity_bytes: int
-    leased_bytes: int
-    evictable_bytes: int
+    memory: TierStats
+    disk: TierStats
     num_blocks: int
     num_leases: int
     num_expected: int
 
-    @property
-    def free_bytes(self) -> int:
-        """Bytes that nothing occupies."""
-        return self.capacity_bytes - self.leased_bytes - self.evictable_bytes
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockInfo:
+    """A stored block, for people and tools."""
 
-@dataclass(slots=True)
-class _Lease:
-    hashes: dict[BlockHash, None] = field(default_factory=dict)  # in chain order
-    deadline: float = 0.0
+    hash: BlockHash
+    run: BlockHash
+    position: int
+    num_bytes: int
+    in_memory: bool
+    on_disk: bool
+    leased: bool
 
 
 class BlockTable:
-    """The memory tier.
+    """The blocks of one node.
 
     Args:
-        capacity_bytes: bound on stored bytes.
-        max_leased_bytes: bound on leased bytes, expected ones included.
+        memory_bytes: bound on bytes in memory; 0 or more.
+        disk_bytes: bound on live bytes on disk; 0 without a disk tier.
+        max_leased_share: leases may hold this share of each, expected blocks included in memory's.
         clock: seconds.
-        on_evict: told every object that is evicted or dropped.
+        on_gone: told every block that leaves the node.
     """
 
     def __init__(
         self,
         *,
-        capacity_bytes: int,
-        max_leased_bytes: int,
+        memory_bytes: int,
+        disk_bytes: int = 0,
+        max_leased_share: float,
         clock: Callable[[], float],
-        on_evict: Callable[[StoredObject], None] = lambda item: None,
+        on_gone: Callable[[Block], None] = lambda block: None,
     ) -> None:
-        self._capacity_bytes = capacity_bytes
-        self._max_leased_bytes = max_leased_bytes
-        self._clock = clock
-        self._on_evict = on_evict
-        self._objects: dict[BlockHash, StoredObject] = {}
-        self._evictable: OrderedDict[BlockHash, None] = OrderedDict()  # least recently used first
-        self._pins: Counter[BlockHash] = Counter()
-        self._leases: dict[str, _Lease] = {}
-        self._leased_bytes = 0
-        self._evictable_bytes = 0
+        self._on_gone = on_gone
+        self._blocks: dict[BlockHash, Block] = {}
+        self._uses = Uses(self._blocks)
+        self._leases = Leases(clock)
+        self._memory = Tier(
+            memory_bytes,
+            int(memory_bytes * max_leased_share),
+            lambda block: block.in_memory and block.hash not in self._leases,
+        )
+        self._disk = Tier(
+            disk_bytes,
+            int(disk_bytes * max_leased_share),
+            lambda block: block.on_disk and block.hash not in self._leases,
+        )
         self._num_expected = 0
         self._object_bytes = DEFAULT_OBJECT_BYTES
 
     def __contains__(self, hash: object) -> bool:
-        return hash in self._objects
+        return hash in self._blocks
 
-    def __iter__(self) -> Iterator[StoredObject]:
-        return iter(self._objects.values())
+    def find(self, hash: BlockHash) -> Block | None:
+        """Returns a block; the caller must not change it."""
+        return self._blocks.get(hash)
 
     def get(self, hash: BlockHash) -> StoredObject | None:
-        """Returns an object without counting as a use (see `touch`)."""
-        return self._objects.get(hash)
+        """Returns an object whose bytes are in this process; not counted as a use (see `touch`)."""
+        block = self._blocks.get(hash)
+        return None if block is None else block.memory or block.queued
+
+    def blocks(self) -> Iterator[BlockInfo]:
+        """Yields all blocks; the table must not change meanwhile."""
+        for block in self._blocks.values():
+            yield self._info(block)
+
+    def hashes(self) -> list[BlockHash]:
+        """Returns the names of all blocks, oldest first."""
+        return list(self._blocks)
+
+    def info(self, hash: BlockHash) -> BlockInfo | None:
+        """Describes a block; None if it is not stored."""
+        block = self._blocks.get(hash)
+        return None if block is None else self._info(block)
 
     def touch(self, hashes: Iterable[BlockHash]) -> None:
-        """Counts a use of blocks, in any order, and of what comes before them in their runs."""
-        family: dict[BlockHash, StoredObject] = {}
-        for hash in hashes:
-            item = self._objects.get(hash)
-            # Parents are the writer's claim and might form a ring.
-            while item is not None and item.hash not in family:
-                family[item.hash] = item
-                item = self._objects.get(BlockHash(item.parent)) if item.hash != item.run else None
-        for item in sorted(family.values(), key=lambda item: item.position, reverse=True):
-            if item.hash in self._evictable:
-                self._evictable.move_to_end(item.hash)
+        """Counts a use of blocks by one request."""
+        self._uses.count(hashes)
 
-    def put(self, item: StoredObject) -> bool:
-        """Stores a verified object if nobody has; says whether it is new.
+    def put(self, item: StoredObject, *, same_request: bool = False) -> bool:
+        """Stores a verified object in memory if the node has it nowhere; says whether it is new.
+
+        Args:
+            item: the object.
+            same_request: it belongs to the request of the call before; a request is one tick of the
+                clock, and in one tick a chain's blocks need not raise their ancestors again.
 
         Raises:
             NoFreeBlocks: everything that would have to go is leased, or the block itself is and
                 leases hold all that they may.
         """
-        if item.hash in self._objects:
-            self.touch([item.hash])
-            return False
-        size = len(item.data)
-        self._make_room(size, leased=item.hash in self._pins)
-        self._object_bytes = max(size, 1)
-        self._objects[item.hash] = item
-        if item.hash in self._pins:
-            self._num_expected -= 1
-            self._leased_bytes += size
-        else:
-            self._evictable[item.hash] = None
-            self._evictable_bytes += size
-        self.touch([item.hash])
-        return True
+        known = item.hash in self._blocks
+        if not known:
+            num_bytes = len(item.data)
+            self._make_room_in_memory(num_bytes, leased=item.hash in self._leases)
+            block = _new_block(item, num_bytes)
+            block.memory = item
+            self._begin(block, self._memory)
+        self._uses.count([item.hash], same_request=same_request)
+        return not known
+
+    def keep(self, item: StoredObject) -> None:
+        """Takes a verified object from disk into memory too, where room can be made."""
+        block = self._blocks.get(item.hash)
+        leased = item.hash in self._leases
+        if block is None or block.in_memory:
+            return
+        if not self._memory.may_fit(block.num_bytes, leased=leased):
+            return
+        self._make_room_in_memory(block.num_bytes, leased=leased)
+        block.memory = item
+        self._memory.add(block, leased=leased)
 
     def lease(self, lease_id: str, hashes: Iterable[BlockHash], ttl_s: float) -> None:
         """Keeps blocks, stored or still to come; a lease that is held gets them in addition.
@@ -134,115 +162,226 @@ class BlockTable:
         Raises:
             Overloaded: leases would hold more than they may; nothing has changed then.
         """
-        lease = self._leases.get(lease_id) or _Lease()
-        wanted = dict.fromkeys(hash for hash in hashes if hash not in lease.hashes)
-        self._check_room_for_lease(lease_id, wanted)
-        for hash in wanted:
-            self._pin(hash)
-        lease.hashes |= wanted
-        lease.deadline = self._clock() + ttl_s
-        self._leases[lease_id] = lease
+        self._leases.check_new(lease_id)
+        missing = self._leases.missing(lease_id, hashes)
+        self._check_room_for_lease(missing)
+        for hash in self._leases.extend(lease_id, missing, ttl_s):
+            block = self._blocks.get(hash)
+            if block is None:
+                self._num_expected += 1
+                continue
+            for tier in self._tiers_of(block):
+                tier.pin(block)
 
     def renew(self, lease_ids: Iterable[str], ttl_s: float) -> list[str]:
         """Extends leases; returns those that are not held."""
-        deadline = self._clock() + ttl_s
-        unknown = []
-        for lease_id in lease_ids:
-            if lease := self._leases.get(lease_id):
-                lease.deadline = deadline
-            else:
-                unknown.append(lease_id)
-        return unknown
+        return self._leases.renew(lease_ids, ttl_s)
 
     def release(self, lease_ids: Iterable[str]) -> None:
         """Gives leases back; unknown ones are no error."""
         for lease_id in lease_ids:
-            lease = self._leases.pop(lease_id, _Lease())
-            for hash in lease.hashes:
-                self._unpin(hash)
-            self.touch(lease.hashes)
+            hashes, free = self._leases.release(lease_id)
+            for hash in free:
+                block = self._blocks.get(hash)
+                if block is None:
+                    self._num_expected -= 1
+                    continue
+                for tier in self._tiers_of(block):
+                    tier.unpin(block)
+            self._uses.prolong(hashes)
 
     def expire(self) -> int:
         """Releases leases whose time is over; returns how many."""
-        now = self._clock()
-        over = [lease_id for lease_id, lease in self._leases.items() if lease.deadline <= now]
-        self.release(over)
-        return len(over)
+        overdue = self._leases.overdue()
+        self.release(overdue)
+        return len(overdue)
+
+    def leases(self) -> Iterator[tuple[str, Lease]]:
+        """Yields every lease with its id."""
+        return self._leases.items()
 
     def quarantine(self, hash: BlockHash) -> bool:
-        """Checks a block that a reader found bad and drops it if it is; says whether it did."""
-        item = self._objects.get(hash)
+        """Checks the copy in memory and drops the block if that is bad; says whether it did.
+
+        A lease goes on and waits for a good copy.
+        """
+        item = self.get(hash)
         if item is None:
             return False
         try:
             verify(item)
         except CorruptBlock:
-            self._drop(item)
+            self._drop(self._blocks[hash])
             return True
         return False
+
+    def evict(self, hashes: Iterable[BlockHash]) -> int:
+        """Drops blocks that are not leased from all tiers; returns how many."""
+        found = [self._blocks[hash] for hash in dict.fromkeys(hashes) if hash in self._blocks]
+        unleased = [block for block in found if block.hash not in self._leases]
+        for block in unleased:
+            self._drop(block)
+        return len(unleased)
+
+    def queue(self, item: StoredObject) -> bool:
+        """Takes a block of the memory tier into the disk tier, to be written; says whether it did.
+
+        The room is taken at once, so that what is queued always fits. False where leases leave none.
+        """
+        block = self._blocks[item.hash]
+        leased = block.hash in self._leases
+        if not self._disk.may_fit(block.num_bytes, leased=leased):
+            return False
+        while not self._disk.fits(block.num_bytes):
+            self._leave_disk(self._disk.lowest())
+        block.queued = item
+        self._disk.add(block, leased=leased)
+        return True
+
+    def written(self, item: StoredObject, segment: Segment, offset: int) -> None:
+        """Notes where a queued object lies now; one that was dropped meanwhile is dead there."""
+        block = self._blocks.get(item.hash)
+        if block is not None and block.queued is item:
+            block.queued = None
+            block.segment = segment
+            segment.add(block.hash, offset, block.num_bytes)
+
+    def moved(self, hash: BlockHash, old: Segment, new: Segment, offset: int) -> None:
+        """Notes that a record was copied into another segment."""
+        block = self._blocks.get(hash)
+        if block is not None and block.segment is old:
+            old.remove(hash, block.num_bytes)
+            new.add(hash, offset, block.num_bytes)
+            block.segment = new
+
+    def restore(self, record: Record, segment: Segment) -> bool:
+        """Takes a verified record of an earlier process into the disk tier; says whether it did.
+
+        Not where the block is stored already, nor at the cost of one that has been used since. How
+        blocks were used before is not known, and dead records come back too: where room is short the
+        block that comes later in its prompt goes, for it is of no use without those before it.
+        """
+        leased = record.hash in self._leases
+        if record.hash in self._blocks or not self._disk.may_fit(record.num_bytes, leased=leased):
+            return False
+        while not self._disk.fits(record.num_bytes):
+            lowest = self._disk.lowest()
+            if lowest.priority > UNUSED or lowest.position <= record.position:
+                return False
+            self._leave_disk(lowest)
+        block = _new_block(record, record.num_bytes)
+        block.segment = segment
+        segment.add(record.hash, record.offset, record.num_bytes)
+        self._begin(block, self._disk)
+        return True
+
+    def lose(self, hash: BlockHash, at: Segment | StoredObject) -> None:
+        """Gives up a copy in the disk tier that cannot be written, read or verified.
+
+        Args:
+            hash: of the block.
+            at: where it was; one that has moved since stays.
+        """
+        block = self._blocks.get(hash)
+        if block is not None and (at is block.segment or at is block.queued):
+            self._leave_disk(block)
 
     def stats(self) -> BlockStats:
         """Counts bytes, blocks and leases."""
         return BlockStats(
-            self._capacity_bytes,
-            self._leased_bytes,
-            self._evictable_bytes,
-            len(self._objects),
-            len(self._leases),
-            self._num_expected,
+            memory=self._memory.stats(),
+            disk=self._disk.stats(),
+            num_blocks=len(self._blocks),
+            num_leases=len(self._leases),
+            num_expected=self._num_expected,
         )
 
-    def _check_room_for_lease(self, lease_id: str, wanted: Iterable[BlockHash]) -> None:
-        if lease_id not in self._leases and len(self._leases) >= MAX_LEASES:
-            raise Overloaded(f"{MAX_LEASES} leases are held already")
-        fresh = [hash for hash in wanted if hash not in self._pins]
-        stored = sum(len(self._objects[hash].data) for hash in fresh if hash in self._objects)
-        absent = sum(hash not in self._objects for hash in fresh)
-        expected = (self._num_expected + absent) * self._object_bytes
-        if self._leased_bytes + stored + expected > self._max_leased_bytes:
-            raise Overloaded(
-                f"{self._leased_bytes} of at most {self._max_leased_bytes} bytes are leased; "
-                f"{len(fresh)} more blocks do not fit"
-            )
+    def _info(self, block: Block) -> BlockInfo:
+        return BlockInfo(
+            hash=block.hash,
+            run=block.run,
+            position=block.position,
+            num_bytes=block.num_bytes,
+            in_memory=block.in_memory,
+            on_disk=block.on_disk,
+            leased=block.hash in self._leases,
+        )
 
-    def _make_room(self, size: int, *, leased: bool) -> None:
-        limit = self._max_leased_bytes if leased else self._capacity_bytes
-        if self._leased_bytes + size > limit:
+    def _tiers_of(self, block: Block) -> list[Tier]:
+        tiers = ((self._memory, block.in_memory), (self._disk, block.on_disk))
+        return [tier for tier, holds_it in tiers if holds_it]
+
+    def _check_room_for_lease(self, hashes: Iterable[BlockHash]) -> None:
+        fresh = [hash for hash in hashes if hash not in self._leases]
+        stored = [block for hash in fresh if (block := self._blocks.get(hash)) is not None]
+        num_expected = self._num_expected + len(fresh) - len(stored)
+        wanted = {self._memory: num_expected * self._object_bytes, self._disk: 0}
+        for block in stored:
+            for tier in self._tiers_of(block):
+                wanted[tier] += block.num_bytes
+        for tier, num_bytes in wanted.items():
+            if not tier.may_fit(num_bytes, leased=True):
+                raise Overloaded(
+                    f"{tier.leased_bytes} of at most {tier.max_leased_bytes} bytes are leased; "
+                    f"{len(fresh)} more blocks do not fit"
+                )
+
+    def _make_room_in_memory(self, num_bytes: int, *, leased: bool) -> None:
+        if not self._memory.may_fit(num_bytes, leased=leased):
             raise NoFreeBlocks(
-                f"{size} bytes do not fit beside {self._leased_bytes} leased ones in {limit}"
+                f"{num_bytes} bytes do not fit beside {self._memory.leased_bytes} leased ones in "
+                f"{self._memory.limit_bytes(leased=leased)}"
             )
-        while self._leased_bytes + self._evictable_bytes + size > self._capacity_bytes:
-            self._drop(self._objects[next(iter(self._evictable))])
+        while not self._memory.fits(num_bytes):
+            self._evict_from_memory(self._memory.lowest())
 
-    def _drop(self, item: StoredObject) -> None:
-        del self._objects[item.hash]
-        if item.hash in self._evictable:
-            del self._evictable[item.hash]
-            self._evictable_bytes -= len(item.data)
-        else:  # leased: the lease goes on and waits for a good copy
-            self._leased_bytes -= len(item.data)
-            self._num_expected += 1
-        self._on_evict(item)
-
-    def _pin(self, hash: BlockHash) -> None:
-        self._pins[hash] += 1
-        if self._pins[hash] > 1:
+    def _evict_from_memory(self, block: Block) -> None:
+        self._uses.evicted(block)
+        if not block.on_disk:
+            self._drop(block)
             return
-        if hash in self._evictable:
-            del self._evictable[hash]
-            self._evictable_bytes -= len(self._objects[hash].data)
-            self._leased_bytes += len(self._objects[hash].data)
-        else:
-            self._num_expected += 1
+        block.memory = None
+        self._memory.remove(block, leased=False)
 
-    def _unpin(self, hash: BlockHash) -> None:
-        self._pins[hash] -= 1
-        if self._pins[hash]:
+    def _leave_disk(self, block: Block) -> None:
+        if not block.in_memory:
+            self._drop(block)
             return
-        del self._pins[hash]
-        if hash in self._objects:
-            self._evictable[hash] = None
-            self._leased_bytes -= len(self._objects[hash].data)
-            self._evictable_bytes += len(self._objects[hash].data)
-        else:
-            self._num_expected -= 1
+        self._disk.remove(block, leased=block.hash in self._leases)
+        _forget_place(block)
+
+    def _begin(self, block: Block, tier: Tier) -> None:
+        leased = block.hash in self._leases
+        self._num_expected -= leased
+        self._object_bytes = max(block.num_bytes, 1)
+        self._blocks[block.hash] = block
+        self._uses.begin(block)
+        tier.add(block, leased=leased)
+
+    def _drop(self, block: Block) -> None:
+        leased = block.hash in self._leases
+        for tier in self._tiers_of(block):
+            tier.remove(block, leased=leased)
+        block.memory = None
+        _forget_place(block)
+        self._num_expected += leased
+        del self._blocks[block.hash]
+        self._uses.end(block)
+        self._on_gone(block)
+
+
+def _new_block(header: StoredObject | Record, num_bytes: int) -> Block:
+    return Block(
+        hash=header.hash,
+        run=header.run,
+        parent=header.parent,
+        position=header.position,
+        num_bytes=num_bytes,
+        usage=Usage(num_uses=0, last_use=0, previous_use=0, position=header.position),
+    )
+
+
+def _forget_place(block: Block) -> None:
+    if block.segment is not None:
+        block.segment.remove(block.hash, block.num_bytes)
+    block.segment = block.queued = None

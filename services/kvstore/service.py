@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 from flashmesh.errors import InvalidRequest
+from flashmesh.services.kvstore.scrub import scrub
 from flashmesh.services.kvstore.transfer import check_hashes
 from flashmesh.v1 import kvstore_pb2, kvstore_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import AsyncIterator, Iterable
 
     import grpc.aio
 
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from flashmesh.services.kvstore.store import Store
 
 MAX_ID_BYTES = 256
+PAGE_BLOCKS = 256
+"""Blocks of one message of List."""
 
 
 class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
@@ -65,7 +69,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
     ) -> kvstore_pb2.ReportResponse:
         """Checks a block that a reader found bad."""
         (hash,) = check_hashes([request.hash])
-        return kvstore_pb2.ReportResponse(quarantined=self._store.quarantine(hash))
+        return kvstore_pb2.ReportResponse(quarantined=await self._store.quarantine(hash))
 
     async def Stat(  # noqa: N802
         self, request: kvstore_pb2.StatRequest, context: grpc.aio.ServicerContext
@@ -76,11 +80,65 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
             node_id=self._node_id,
             epoch=self._epoch,
             num_blocks=stats.num_blocks,
-            capacity_bytes=stats.capacity_bytes,
-            leased_bytes=stats.leased_bytes,
-            evictable_bytes=stats.evictable_bytes,
             num_leases=stats.num_leases,
             num_waiting_gets=self._store.num_waiting,
+            tiers=[
+                kvstore_pb2.TierStat(
+                    tier=name,
+                    num_blocks=tier.num_blocks,
+                    leased_bytes=tier.leased_bytes,
+                    evictable_bytes=tier.evictable_bytes,
+                    capacity_bytes=tier.capacity_bytes,
+                )
+                for name, tier in (("memory", stats.memory), ("disk", stats.disk))
+                if tier.capacity_bytes or name == "memory"
+            ],
+        )
+
+    async def List(  # noqa: N802
+        self, request: kvstore_pb2.ListRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[kvstore_pb2.ListResponse]:
+        """Names the blocks that are stored now and still are when their page's turn comes."""
+        hashes = self._store.table.hashes()
+        for begin in range(0, len(hashes), PAGE_BLOCKS):
+            page = map(self._store.table.info, hashes[begin : begin + PAGE_BLOCKS])
+            yield kvstore_pb2.ListResponse(
+                blocks=[
+                    kvstore_pb2.BlockInfo(
+                        hash=block.hash,
+                        run=block.run,
+                        position=block.position,
+                        num_bytes=block.num_bytes,
+                        in_memory=block.in_memory,
+                        on_disk=block.on_disk,
+                        leased=block.leased,
+                    )
+                    for block in page
+                    if block is not None
+                ]
+            )
+
+    async def Verify(  # noqa: N802
+        self, request: kvstore_pb2.VerifyRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[kvstore_pb2.VerifyProgress]:
+        """Checks everything, drops what is bad, and tells how far it is."""
+        async with contextlib.aclosing(scrub(self._store, request.bytes_per_s)) as steps:
+            async for progress in steps:
+                yield progress
+
+    async def Evict(  # noqa: N802
+        self, request: kvstore_pb2.EvictRequest, context: grpc.aio.ServicerContext
+    ) -> kvstore_pb2.EvictResponse:
+        """Drops blocks that are not leased."""
+        if request.all == bool(request.hashes):
+            raise InvalidRequest("either name hashes or ask for all blocks")
+        table = self._store.table
+        hashes = table.hashes() if request.all else dict.fromkeys(check_hashes(request.hashes))
+        found = [block for hash in hashes if (block := table.info(hash)) is not None]
+        return kvstore_pb2.EvictResponse(
+            num_evicted=table.evict(block.hash for block in found),
+            num_leased=sum(block.leased for block in found),
+            num_absent=len(hashes) - len(found),
         )
 
     def _ttl_s(self, ttl_ms: int) -> float:

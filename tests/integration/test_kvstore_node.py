@@ -1,6 +1,7 @@
 """One kvstore node behind its gRPC server: bytes in, bytes out, and everything that goes wrong."""
 
 import asyncio
+import contextlib
 import dataclasses
 
 import grpc
@@ -16,9 +17,11 @@ from flashmesh.errors import (
     Overloaded,
     WorkerLost,
 )
-from flashmesh.kv_client import FRAME_BYTES, fetch_blocks
+from flashmesh.kv_admin import KvAdmin
+from flashmesh.kv_client import FRAME_BYTES
+from flashmesh.kv_fetch import fetch_blocks
 from flashmesh.objects import KIND_MISSING, pack_missing, verify
-from flashmesh.rpc import MAX_MESSAGE_BYTES
+from flashmesh.rpc import MAX_MESSAGE_BYTES, Channels
 from flashmesh.services.kvstore import store as store_module
 from flashmesh.v1 import kvstore_pb2
 
@@ -30,6 +33,12 @@ OBJECT_BYTES = 1120
 async def node():
     async with running_node() as node:
         yield node
+
+
+@pytest.fixture
+async def admin():
+    async with contextlib.aclosing(Channels()) as channels:
+        yield KvAdmin(channels)
 
 
 def bad(where):
@@ -197,8 +206,8 @@ async def test_a_fetch_names_the_first_block_that_is_missing(node):
 async def test_a_stored_block_that_rots_is_found_by_the_reader_and_dropped(node):
     chain = Chain(1)
     await node.put(chain.objects)
-    (item,) = node.store.table
-    node.store.table._objects[item.hash] = dataclasses.replace(item, data=item.data[:-1] + b"\xff")
+    block = node.store.table.find(chain.hashes[0])
+    block.memory = dataclasses.replace(block.memory, data=bytes(block.memory.data)[:-1] + b"\xff")
     before = bad("report")
     with pytest.raises(CorruptBlock):
         await fetch(node, chain)
@@ -233,7 +242,7 @@ async def test_leased_blocks_outlive_a_flood_and_released_ones_do_not():
         await node.put(kept.objects)
         await node.put(flood.objects)
         assert all(await node.client.have(node.address, kept.hashes))
-        assert (await node.stat()).leased_bytes == 3 * OBJECT_BYTES
+        assert (await node.stat()).tiers[0].leased_bytes == 3 * OBJECT_BYTES
         await node.client.release(node.address, ["a", "a", "unknown"])
         await node.put(Chain(20, seed=3).objects)
         assert not any(await node.client.have(node.address, kept.hashes))
@@ -248,7 +257,7 @@ async def test_a_node_full_of_leased_blocks_refuses_more():
             await node.client.lease(node.address, "b", Chain(1, seed=1).hashes, 30)
         with pytest.raises(Overloaded):
             await node.put(Chain(1, seed=1).objects)
-        assert (await node.stat()).leased_bytes == 4 * OBJECT_BYTES
+        assert (await node.stat()).tiers[0].leased_bytes == 4 * OBJECT_BYTES
     assert issubclass(NoFreeBlocks, Overloaded)
 
 
@@ -326,3 +335,67 @@ async def test_a_slow_reader_holds_back_the_node():
     assert first.kind != KIND_MISSING
     assert len(rest) == 39
     assert sum(item.kind == KIND_MISSING for item in rest) > 0
+
+
+async def test_verify_finds_what_rots_in_memory_and_drops_it(node, admin):
+    chain = Chain(3)
+    await node.put(chain.objects)
+    block = node.store.table.find(chain.hashes[1])
+    block.memory = dataclasses.replace(block.memory, data=bytes(block.memory.data)[:-1] + b"\xff")
+    before = bad("scrub")
+    steps = [step async for step in admin.verify(node.address)]
+    assert [list(step.bad_hashes) for step in steps] == [[chain.hashes[1]]]
+    assert (steps[-1].num_checked, steps[-1].num_total) == (3, 3)
+    assert bad("scrub") == before + 1
+    assert await node.client.have(node.address, chain.hashes) == [True, False, True]
+
+
+async def test_verify_tells_how_far_it_is(admin):
+    chain = Chain(12, payload_bytes=1_000_000)
+    async with running_node(memory_bytes=20_000_000) as node:
+        await node.put(chain.objects)
+        stream = admin.verify(node.address, bytes_per_s=1 << 40)
+        steps = [(step.num_checked, step.num_total, step.num_bytes) async for step in stream]
+    size = len(chain.objects[0].data)
+    assert steps == [(number, 12, number * size) for number in (5, 10, 12)]
+
+
+async def test_verify_of_an_empty_node_says_so(node, admin):
+    (step,) = [step async for step in admin.verify(node.address)]
+    assert (step.num_checked, step.num_total, step.num_bytes) == (0, 0, 0)
+
+
+async def test_evict_wants_hashes_or_everything(node, admin):
+    for request in ({}, {"hashes": Chain(1).hashes, "everything": True}, {"hashes": [b"short"]}):
+        with pytest.raises(InvalidRequest):
+            await admin.evict(node.address, **request)
+
+
+async def test_a_hash_that_is_named_twice_is_evicted_once(node, admin):
+    chain = Chain(1)
+    await node.put(chain.objects)
+    answer = await admin.evict(node.address, chain.hashes * 2)
+    assert (answer.num_evicted, answer.num_leased, answer.num_absent) == (1, 0, 0)
+
+
+def metric(name, **labels):
+    return REGISTRY.get_sample_value(f"flashmesh_kv_{name}", labels) or 0
+
+
+async def test_hits_and_misses_are_counted_by_reason(node):
+    chain = Chain(4)
+    await node.put(chain.objects[:2])
+    names = [
+        ("hits_total", {}),
+        ("misses_total", {"reason": "absent"}),
+        ("misses_total", {"reason": "timeout"}),
+        ("transfer_seconds_count", {"kind": "get"}),
+        ("transfer_seconds_count", {"kind": "waiting_get"}),
+        ("transfer_seconds_count", {"kind": "put"}),
+    ]
+    before = [metric(name, **labels) for name, labels in names]
+    await node.get(chain.hashes)
+    await node.get(chain.hashes[1:], wait_s=0.01)
+    await node.put(chain.objects)
+    after = [metric(name, **labels) for name, labels in names]
+    assert [new - old for new, old in zip(after, before, strict=True)] == [3, 2, 2, 1, 1, 1]

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import signal
 
 import pytest
@@ -17,7 +18,7 @@ from flashmesh.redis_server import private_redis
 from flashmesh.registry import Registry
 from flashmesh.rpc import Channels
 
-CHAIN = Chain(70)
+CHAIN = Chain(100)
 HANG_LIMIT_S = 60.0
 
 
@@ -43,8 +44,12 @@ class Mesh:
 
     async def found(self, record):
         """How many leading blocks the index confirms for the node's epoch."""
-        epoch = bytes.fromhex(record.epoch)[:8]
-        return len(await IndexReader(self.redis, "local").longest_prefix(CHAIN.hashes, {epoch}))
+        owners = [record.epoch] * len(CHAIN.hashes)
+        return await IndexReader(self.redis, "local").longest_prefix(CHAIN.hashes, owners)
+
+    async def keys_of(self, record):
+        """What Redis holds of the node's claims."""
+        return [key async for key in self.redis.scan_iter(f"*:claims:{record.epoch}*")]
 
     async def put_and_publish(self, record):
         await self.client.put(record.address, CHAIN.objects)
@@ -81,7 +86,7 @@ async def test_a_node_that_stops_takes_record_and_claims_with_it_and_ends_its_wa
     assert [item.kind async for item in stream] == [KIND_MISSING]
     assert await asyncio.to_thread(mesh.process.wait, HANG_LIMIT_S / 2) == 0
     assert await mesh.registry.list() == []
-    assert [key async for key in mesh.redis.scan_iter("*:run:*")] == []
+    assert await mesh.keys_of(record) == []
 
 
 async def test_what_a_killed_node_claimed_is_not_believed_of_its_successor(mesh):
@@ -95,6 +100,22 @@ async def test_what_a_killed_node_claimed_is_not_believed_of_its_successor(mesh)
             await asyncio.sleep(0.01)
     assert new.id == old.id
     assert await mesh.found(new) == 0
-    assert await mesh.client.have(new.address, CHAIN.hashes) == [False] * 70
+    assert await mesh.client.have(new.address, CHAIN.hashes) == [False] * 100
     await mesh.put_and_publish(new)
+    # The next walk is due within a minute: at the next turn, if nobody has just walked.
+    await mesh.redis.delete("{flashmesh:local}:sweep")
+    async with asyncio.timeout(HANG_LIMIT_S):
+        while await mesh.keys_of(old):
+            await asyncio.sleep(0.01)
     assert await mesh.found(old) == 0
+    assert await mesh.found(new) == 100
+
+
+async def test_a_process_that_names_blocks_otherwise_does_not_start(mesh, tmp_path):
+    record = dataclasses.replace(await mesh.record(), id="other", scheme="another")
+    await mesh.registry.heartbeat(record, HANG_LIMIT_S)
+    mesh.process.signal(signal.SIGKILL)
+    mesh.process.wait()
+    mesh.process.start()
+    assert await asyncio.to_thread(mesh.process.wait, HANG_LIMIT_S) == 1
+    assert mesh.process.log_tail(1).startswith("flashmesh: other names blocks by 'another'")

@@ -11,6 +11,7 @@ import redis.exceptions
 from support.kv import until
 
 from flashmesh import redis_client
+from flashmesh.errors import Incompatible
 from flashmesh.lifecycle import background
 from flashmesh.redis_client import connect
 from flashmesh.redis_server import private_redis
@@ -92,6 +93,29 @@ async def test_a_worker_cannot_remove_its_successor(registry):
     assert await registry.list() == [new]
 
 
+async def test_a_suspended_process_does_not_take_the_place_of_its_successor(registry, caplog):
+    beats = []
+    old, new = record(epoch="a" * 32), record(epoch="b" * 32)
+    heartbeat = Heartbeat(registry, old, lambda: beats.append(1) or {}, interval_s=0.001, ttl_s=10)
+    async with background(heartbeat.run()):
+        await until(lambda: len(beats) > 2)
+        await registry.heartbeat(new, 10)
+        await until(lambda: "another process has taken this name" in caplog.messages)
+        assert await registry.list() == [new]
+        await heartbeat.leave()
+    assert await registry.list() == [new]
+
+
+async def test_a_renewal_writes_what_has_expired_or_cannot_be_read(registry, client):
+    for lost in (None, "{}", "no JSON"):
+        if lost is None:
+            await client.delete("{flashmesh:test}:worker:decode-0")
+        else:
+            await client.set("{flashmesh:test}:worker:decode-0", lost)
+        assert await registry.heartbeat(record(), 10, is_renewal=True)
+        assert await registry.list() == [record()]
+
+
 async def test_an_expired_record_is_gone_and_its_id_is_cleaned_up(registry, client):
     await registry.heartbeat(record("decode-0"), 10)
     await registry.heartbeat(record("decode-1"), 10)
@@ -99,6 +123,14 @@ async def test_an_expired_record_is_gone_and_its_id_is_cleaned_up(registry, clie
     assert await registry.list() == [record("decode-1")]
     assert await client.smembers("{flashmesh:test}:workers") == {b"decode-1"}
     assert 0 < await client.pttl("{flashmesh:test}:worker:decode-1") <= 10_000
+
+
+async def test_a_process_that_names_blocks_otherwise_is_refused(registry):
+    await registry.check_scheme(record())
+    await registry.heartbeat(record("kvstore-0"), 10)
+    await registry.check_scheme(record())
+    with pytest.raises(Incompatible, match=r"kvstore-0 .*flashmesh-blocks-1.*another"):
+        await registry.check_scheme(dataclasses.replace(record(), scheme="another"))
 
 
 async def test_one_unreadable_record_does_not_hide_the_others(registry, client):
@@ -141,9 +173,9 @@ async def test_a_worker_that_leaves_during_a_renewal_is_not_written_back(registr
     heartbeat = Heartbeat(registry, record(), dict, interval_s=0.001, ttl_s=10)
     write = registry.heartbeat
 
-    async def leave_first(*args):
+    async def leave_first(*args, **kwargs):
         await heartbeat.leave()
-        await write(*args)
+        return await write(*args, **kwargs)
 
     registry.heartbeat = leave_first
     await heartbeat.run()

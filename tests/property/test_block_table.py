@@ -29,10 +29,10 @@ class TableAndModel(RuleBasedStateMachine):
         self.stored = {}
         self.leases = {}
         self.table = BlockTable(
-            capacity_bytes=CAPACITY_BYTES,
-            max_leased_bytes=MAX_LEASED_BYTES,
+            memory_bytes=CAPACITY_BYTES,
+            max_leased_share=MAX_LEASED_BYTES / CAPACITY_BYTES,
             clock=lambda: self.now_s,
-            on_evict=self.on_drop,
+            on_gone=self.on_drop,
         )
         self.rotten = None
         self.put(0)  # so that the table knows the size of a block
@@ -72,7 +72,7 @@ class TableAndModel(RuleBasedStateMachine):
         item = OBJECTS[index]
         if item.hash in self.stored:
             bad = dataclasses.replace(item, data=item.data[:-1] + b"\xff")
-            self.table._objects[item.hash] = bad
+            self.table.find(item.hash).memory = bad
             self.rotten = item.hash
             assert self.table.quarantine(item.hash)
             self.rotten = None
@@ -121,11 +121,11 @@ class TableAndModel(RuleBasedStateMachine):
     def numbers_agree(self):
         stats = self.table.stats()
         used = sum(len(item.data) for item in self.stored.values())
-        assert {item.hash for item in self.table} == set(self.stored)
-        assert stats.num_blocks == len(self.stored)
-        assert stats.leased_bytes == self.leased_bytes() <= MAX_LEASED_BYTES
-        assert stats.leased_bytes + stats.evictable_bytes == used <= CAPACITY_BYTES
-        assert stats.free_bytes == CAPACITY_BYTES - used
+        assert {block.hash for block in self.table.blocks()} == set(self.stored)
+        assert stats.num_blocks == stats.memory.num_blocks == len(self.stored)
+        assert stats.memory.leased_bytes == self.leased_bytes() <= MAX_LEASED_BYTES
+        assert stats.memory.leased_bytes + stats.memory.evictable_bytes == used <= CAPACITY_BYTES
+        assert stats.memory.free_bytes == CAPACITY_BYTES - used
         assert stats.num_leases == len(self.leases)
         assert stats.num_expected == len(self.leased() - self.stored.keys())
 

@@ -16,6 +16,7 @@ from flashmesh.lifecycle import background
 from flashmesh.objects import pack_block
 from flashmesh.rpc import SERVER_OPTIONS, Channels, Interceptor
 from flashmesh.runs import RUN_BLOCKS, Place
+from flashmesh.services.kvstore.arena import open_arena
 from flashmesh.services.kvstore.config import KvstoreConfig
 from flashmesh.services.kvstore.service import KvStoreServicer
 from flashmesh.services.kvstore.store import Store
@@ -67,8 +68,16 @@ class Chain:
 class Node:
     """A kvstore node that serves."""
 
-    def __init__(self, store: Store, epoch: bytes, address: str, channels: Channels) -> None:
+    def __init__(
+        self,
+        store: Store,
+        transfer: Transfer,
+        epoch: bytes,
+        address: str,
+        channels: Channels,
+    ) -> None:
         self.store = store
+        self.transfer = transfer
         self.epoch = epoch
         self.address = address
         self.channel = channels.get(address)
@@ -99,21 +108,26 @@ async def running_node(
 ) -> AsyncIterator[Node]:
     """Runs a node; with a Redis it publishes what it stores."""
     settings = KvstoreConfig(**config)
-    store, epoch = Store(settings), secrets.token_bytes(16)
+    arena = open_arena(settings.memory_bytes)
+    store = Store(settings, arena.keep if arena else bytes)
+    epoch = secrets.token_bytes(16)
     server = grpc.aio.server(interceptors=[Interceptor()], options=SERVER_OPTIONS)
     kvstore_pb2_grpc.add_KvStoreServicer_to_server(
         KvStoreServicer(store, "n0", epoch, settings), server
     )
-    Transfer(store, settings.max_wait_s).add_to(server)
+    transfer = Transfer(store, settings.max_wait_s, arena)
+    transfer.add_to(server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with contextlib.AsyncExitStack() as stack:
+        await stack.enter_async_context(contextlib.aclosing(store))
+        await stack.enter_async_context(background(store.run()))
         channels = await stack.enter_async_context(contextlib.aclosing(Channels()))
         stack.push_async_callback(server.stop, 0)
         if redis is not None:
             store.index = IndexWriter(redis, mesh, epoch, store.inventory)
             await stack.enter_async_context(background(store.index.run()))
-        yield Node(store, epoch, f"127.0.0.1:{port}", channels)
+        yield Node(store, transfer, epoch, f"127.0.0.1:{port}", channels)
 
 
 async def until(condition):

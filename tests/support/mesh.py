@@ -51,6 +51,13 @@ class Mesh:
     def router_address(self) -> str:
         return self._launched.router_address
 
+    @property
+    def http_address(self) -> str:
+        """host:port of the router's HTTP server."""
+        address = self.processes["router"].http_address
+        assert address is not None
+        return address
+
     def address(self, name: str) -> str:
         """host:port of a process's gRPC server."""
         return self.processes[name].address

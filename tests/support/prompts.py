@@ -6,7 +6,8 @@ import random
 from typing import TYPE_CHECKING
 
 from flashmesh.client import RouterClient, prompt_request
-from flashmesh.kernels.generate import GeneratedToken, generate_offline
+from flashmesh.kernels.generate import generate_offline
+from flashmesh.kernels.sampling import Drawn
 
 if TYPE_CHECKING:
     from flashmesh.kernels.door import Engine
@@ -27,7 +28,7 @@ def offline_tokens(
     """The tokens that one process gives, and a check that it holds nothing afterwards."""
     items = list(generate_offline(engine, prompt, params, chunk_tokens=chunk_tokens))
     assert engine.stats().idle
-    return [item.token for item in items if isinstance(item, GeneratedToken)]
+    return [item.token for item in items if isinstance(item, Drawn)]
 
 
 def mesh_answer(client: RouterClient, prompt: list[int], params: SamplingParams):

@@ -6,7 +6,7 @@ import pytest
 from support.kv import Chain
 
 from flashmesh.errors import NoFreeBlocks, Overloaded
-from flashmesh.services.kvstore import blocks
+from flashmesh.services.kvstore import leases
 from flashmesh.services.kvstore.blocks import BlockTable
 
 OBJECT_BYTES = 1120
@@ -21,15 +21,15 @@ class Clock:
 
 def table_of(num_blocks, *, max_leased=None, clock=None, evicted=None):
     table = BlockTable(
-        capacity_bytes=num_blocks * OBJECT_BYTES,
-        max_leased_bytes=(num_blocks if max_leased is None else max_leased) * OBJECT_BYTES,
+        memory_bytes=num_blocks * OBJECT_BYTES,
+        max_leased_share=1.0 if max_leased is None else max_leased / num_blocks,
         clock=clock or Clock(),
-        on_evict=lambda item: evicted.append(item.hash) if evicted is not None else None,
+        on_gone=lambda item: evicted.append(item.hash) if evicted is not None else None,
     )
     # Any block tells the table how large the ones to come are.
     (probe,) = Chain(1, seed=99).objects
     table.put(probe)
-    table._drop(probe)
+    table.evict([probe.hash])
     return table
 
 
@@ -124,7 +124,7 @@ def test_an_absent_block_is_pinned_on_arrival():
     table.lease("a", chain.hashes, 30)
     assert table.stats().num_expected == 2
     put_all(table, chain)
-    assert table.stats().leased_bytes == 2 * OBJECT_BYTES
+    assert table.stats().memory.leased_bytes == 2 * OBJECT_BYTES
     assert table.stats().num_expected == 0
 
 
@@ -155,7 +155,7 @@ def test_a_leased_block_larger_than_expected_is_refused_rather_than_breaking_the
 
 
 def test_the_number_of_leases_is_bounded(monkeypatch):
-    monkeypatch.setattr(blocks, "MAX_LEASES", 2)
+    monkeypatch.setattr(leases, "MAX_LEASES", 2)
     table = table_of(1)
     table.lease("a", [], 30)
     table.lease("b", [], 30)
@@ -169,9 +169,9 @@ def test_a_second_lease_call_with_the_same_id_adds_its_blocks():
     put_all(table, chain)
     table.lease("a", chain.hashes[:2], 30)
     table.lease("a", chain.hashes[2:], 30)
-    assert table.stats().leased_bytes == 4 * OBJECT_BYTES
+    assert table.stats().memory.leased_bytes == 4 * OBJECT_BYTES
     table.release(["a"])
-    assert table.stats().leased_bytes == 0
+    assert table.stats().memory.leased_bytes == 0
 
 
 def test_a_block_under_two_leases_stays_until_both_are_released():
@@ -180,9 +180,9 @@ def test_a_block_under_two_leases_stays_until_both_are_released():
     table.lease("a", chain.hashes, 30)
     table.lease("b", chain.hashes, 30)
     table.release(["a"])
-    assert table.stats().leased_bytes == OBJECT_BYTES
+    assert table.stats().memory.leased_bytes == OBJECT_BYTES
     table.release(["b"])
-    assert table.stats().evictable_bytes == OBJECT_BYTES
+    assert table.stats().memory.evictable_bytes == OBJECT_BYTES
 
 
 def test_releasing_twice_frees_once():
@@ -192,7 +192,7 @@ def test_releasing_twice_frees_once():
     table.lease("b", chain.hashes, 30)
     table.release(["a", "a"])
     table.release(["a", "never held"])
-    assert table.stats().leased_bytes == OBJECT_BYTES
+    assert table.stats().memory.leased_bytes == OBJECT_BYTES
 
 
 def test_a_lease_ends_at_its_deadline_unless_it_is_renewed():
@@ -207,8 +207,23 @@ def test_a_lease_ends_at_its_deadline_unless_it_is_renewed():
     assert table.expire() == 0
     clock.now_s = 19
     assert table.expire() == 1
-    assert table.stats().evictable_bytes == OBJECT_BYTES
+    assert table.stats().memory.evictable_bytes == OBJECT_BYTES
     assert table.renew(["a"], 10) == ["a"]
+
+
+def test_ten_thousand_leases_are_renewed_at_once():
+    clock = Clock()
+    table = table_of(2, clock=clock)
+    lease_ids = [str(number) for number in range(10_000)]
+    for lease_id in lease_ids:
+        table.lease(lease_id, Chain(1).hashes if lease_id == "0" else [], 10)
+    clock.now_s = 9
+    assert table.renew([*lease_ids, "unknown"], 10) == ["unknown"]
+    clock.now_s = 18
+    assert table.expire() == 0
+    clock.now_s = 19
+    assert table.expire() == 10_000
+    assert table.stats().num_expected == 0
 
 
 def test_a_released_chain_goes_leaf_first():
@@ -238,4 +253,4 @@ def test_a_bad_block_is_dropped_and_its_lease_waits_for_a_good_copy():
     assert table.quarantine(good.hash) is True
     assert table.stats().num_expected == 1
     assert table.put(good) is True
-    assert table.stats().leased_bytes == OBJECT_BYTES
+    assert table.stats().memory.leased_bytes == OBJECT_BYTES
