@@ -3,6 +3,8 @@
 # torch is installed first and alone, so that no other package picks its build. On PyPI plain torch is a CUDA build of
 # several GB; to get the CPU one, name an index of CPU wheels:
 #   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make setup
+# xgrammar comes last and without its dependencies: what it needs is in [dev], but for 1 GB of triton, which it does not
+# use on a CPU.
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -13,7 +15,7 @@ STAMP := .venv/.installed
 PROTOS := $(wildcard protos/flashmesh/v1/*.proto)
 ARGS ?=
 
-.PHONY: help setup up test golden protos format lint types bench config-reference wheel check clean
+.PHONY: help setup up test soak golden protos format lint types bench config-reference wheel check clean
 
 help: ## Show this help.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,6 +27,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet -c constraints.txt torch==2.13.0
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet -c constraints.txt --no-deps xgrammar
 	@touch $@
 
 up: setup ## Start a whole mesh on this machine, answer a prompt, stay up until Ctrl-C.
@@ -32,6 +35,9 @@ up: setup ## Start a whole mesh on this machine, answer a prompt, stay up until 
 
 test: setup ## Run the whole suite (ARGS="-k word" selects).
 	$(BIN)/python -m pytest $(ARGS)
+
+soak: setup ## Kill decode workers at random tokens, many times over (SEEDS=20).
+	FLASHMESH_SEEDS=$(or $(SEEDS),20) $(BIN)/python -m pytest tests/integration/test_mesh_engines.py -k killed $(ARGS)
 
 golden: setup ## Run the tests against the golden vectors only.
 	$(BIN)/python -m pytest tests/golden $(ARGS)

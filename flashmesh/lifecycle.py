@@ -43,6 +43,7 @@ class Running:
     Attributes:
         server: add the servicers here before returning.
         service_names: full gRPC names, for health and reflection.
+        further_ports: name to port of what else the service listens on, for its port file.
         address: host:port that others reach it by.
         serving: set when calls are answered.
         stopping: set when the process has been told to stop.
@@ -51,6 +52,7 @@ class Running:
     server: grpc.aio.Server
     address: str
     service_names: list[str] = field(default_factory=list)
+    further_ports: dict[str, int] = field(default_factory=dict)
     serving: asyncio.Event = field(default_factory=asyncio.Event)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -64,11 +66,18 @@ def run(name: str, mesh: MeshConfig, config: ServiceConfig, start: Start) -> Non
 
     Raises:
         ConfigError: the bind address needs credentials that are not configured.
+        FlashmeshError: what else ended the start-up or a loop of the service.
     """
     import uvloop
 
     telemetry.setup_logging(name, mesh.log_level)
-    uvloop.run(_serve(name, mesh, config, start))
+    expected: FlashmeshError | None = None
+    try:
+        uvloop.run(_serve(name, mesh, config, start))
+    except* FlashmeshError as group:  # out of task groups it comes wrapped
+        expected = _first(group)
+    if expected is not None:
+        raise expected
 
 
 def service_main(main: Callable[[Path | None], None]) -> None:
@@ -81,15 +90,28 @@ def service_main(main: Callable[[Path | None], None]) -> None:
         sys.exit(f"flashmesh: {error}")
 
 
+def _first(group: BaseExceptionGroup[FlashmeshError]) -> FlashmeshError:
+    error: FlashmeshError | BaseExceptionGroup[FlashmeshError] = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 async def _serve(name: str, mesh: MeshConfig, config: ServiceConfig, start: Start) -> None:
     host, _, port = config.bind.rpartition(":")
-    token = mesh.secret()
-    if not is_loopback(host) and not token:
+    token, tls = mesh.secret(), mesh.tls()
+    if not is_loopback(host) and not (token or tls):
         raise ConfigError(
-            f"{name}.bind = {config.bind}: off loopback the mesh needs a token (mesh.token_file)"
+            f"{name}.bind = {config.bind}: off loopback the mesh needs a token (mesh.token_file) or "
+            "mutual TLS (mesh.tls_ca_file, tls_cert_file, tls_key_file)"
         )
     server = grpc.aio.server(interceptors=[Interceptor(token)], options=SERVER_OPTIONS)
-    bound = server.add_insecure_port(f"{host}:{port}")
+    address = f"{host}:{port}"
+    bound = (
+        server.add_secure_port(address, tls.server_credentials())
+        if tls
+        else server.add_insecure_port(address)
+    )
     health_servicer = health.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     running = Running(server, config.advertise or _advertised(host, bound))
@@ -102,7 +124,8 @@ async def _serve(name: str, mesh: MeshConfig, config: ServiceConfig, start: Star
                 )
             await server.start()
             await _set_health(health_servicer, running.service_names, serving=True)
-            _write_ports(config.port_file, bound, metrics_port)
+            ports = {"port": bound, "metrics_port": metrics_port, **running.further_ports}
+            _write_ports(config.port_file, ports)
             running.serving.set()
             log.info("serving", extra={"address": running.address, "metrics_port": metrics_port})
             await running.stopping.wait()
@@ -152,11 +175,11 @@ async def _set_health(
         await servicer.set(name, status.SERVING if serving else status.NOT_SERVING)
 
 
-def _write_ports(path: str, port: int, metrics_port: int | None) -> None:
+def _write_ports(path: str, ports: dict[str, int | None]) -> None:
     if path:
         target = Path(path)
         temporary = target.with_suffix(".tmp")
-        temporary.write_text(json.dumps({"port": port, "metrics_port": metrics_port}))
+        temporary.write_text(json.dumps(ports))
         temporary.replace(target)
 
 

@@ -23,6 +23,8 @@ from flashmesh.telemetry import RPC_SECONDS, RPCS, request_id
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
+    from flashmesh.tls import Tls
+
 log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
@@ -69,17 +71,36 @@ def remaining_s() -> float | None:
     return left
 
 
-class Channels:
-    """Outgoing channels, one for each address, and the metadata that every call carries."""
+def start_deadline(left_s: float | None) -> None:
+    """Begins a call that has so much time; None for one without a deadline."""
+    _deadline.set(None if left_s is None else time.monotonic() + left_s)
 
-    def __init__(self, token: str = "") -> None:
+
+def open_channel(address: str, tls: Tls | None) -> grpc.aio.Channel:
+    """Opens a channel to `host:port`."""
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    options = [*CHANNEL_OPTIONS, *tls.channel_options()]
+    return grpc.aio.secure_channel(address, tls.channel_credentials(), options=options)
+
+
+class Channels:
+    """Outgoing channels, one for each address, and the metadata that every call carries.
+
+    Args:
+        token: the mesh's.
+        tls: the mesh's certificates; None calls in the clear.
+    """
+
+    def __init__(self, token: str = "", tls: Tls | None = None) -> None:
         self._token = token
+        self._tls = tls
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     def get(self, address: str) -> grpc.aio.Channel:
         """Returns the channel to `host:port`, opening it on first use."""
         if address not in self._channels:
-            self._channels[address] = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+            self._channels[address] = open_channel(address, self._tls)
         return self._channels[address]
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
@@ -168,8 +189,7 @@ class _Call:
 
     def _enter(self, context: grpc.aio.ServicerContext) -> None:
         request_id.set(str(self._metadata.get(REQUEST_ID_KEY, "")))
-        left = context.time_remaining()
-        _deadline.set(None if left is None else time.monotonic() + left)
+        start_deadline(context.time_remaining())
         if self._token and not self._method.startswith(OPEN_METHODS):
             given = str(self._metadata.get(TOKEN_KEY, ""))
             if not hmac.compare_digest(given.encode(), self._token.encode()):

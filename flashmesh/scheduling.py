@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from flashmesh.errors import NoFreeBlocks, Overloaded
-from flashmesh.types import BLOCK_TOKENS
+from flashmesh.types import pages_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -185,6 +185,11 @@ class Scheduler:
         """Known rows that no plan covers."""
         return sum(max(0, sequence.num_pending) for sequence in self._sequences.values())
 
+    def num_rows_left(self, key: int) -> int:
+        """Rows that a sequence may still run, as last reported."""
+        sequence = self._sequences[key]
+        return sequence.demand.max_tokens - sequence.position
+
     def submit(self, demand: Demand) -> int:
         """Queues a sequence and returns its key.
 
@@ -333,8 +338,3 @@ class Scheduler:
         sequence.lost += len(sequence.ahead)
         sequence.ahead.clear()
         sequence.position = sequence.demand.first_row
-
-
-def pages_for(num_tokens: int) -> int:
-    """Returns how many pages hold the global rows of so many tokens."""
-    return -(-num_tokens // BLOCK_TOKENS)

@@ -25,25 +25,33 @@ class StepCost:
 
     def __init__(self) -> None:
         self._weight = self._rows = self._time = self._rows_rows = self._rows_time = 0.0
-        self._line = (0.0, 0.0)  # replaced as one: it is read on another thread
+        self.line = (0.0, 0.0)
+        """Base and slope in seconds; replaced as one, since it is read on another thread."""
+        self._most_rows = 0.0
 
     def observe(self, rows: int, seconds: float) -> None:
         """Counts a step."""
+        self._most_rows = max(rows, _FORGETTING * self._most_rows)
         self._weight = _FORGETTING * self._weight + 1
         self._rows = _FORGETTING * self._rows + rows
         self._time = _FORGETTING * self._time + seconds
         self._rows_rows = _FORGETTING * self._rows_rows + rows * rows
         self._rows_time = _FORGETTING * self._rows_time + rows * seconds
-        self._line = self._fit()
+        self.line = self._fit()
 
     def predict(self, rows: int) -> float:
         """Returns the seconds that a step of so many rows takes; 0 before the first observation."""
-        base, slope = self._line
+        base, slope = self.line
         return base + slope * rows
 
     def rows_within(self, seconds: float, most: int) -> int:
-        """Returns how many rows a step of that time may have, at most `most`, at least 0."""
-        base, slope = self._line
+        """Returns how many rows a step of that time may have, at most `most`, at least 0.
+
+        At most twice what was tried of late: what larger steps cost is not known.
+        """
+        base, slope = self.line
+        if self._most_rows:
+            most = min(most, int(2 * self._most_rows))
         if base + slope * most <= seconds:
             return most
         return max(0, int((seconds - base) / slope)) if slope else 0
@@ -58,6 +66,47 @@ class StepCost:
         if slope * rows > time:
             return 0.0, time / rows
         return time - slope * rows, slope
+
+
+class DraftGate:
+    """Whether drafting pays at all, by measurement: tokens that a step with drafts gives, against time that it adds.
+
+    Steps of the other kind are tried now and then, a few in a row, so that the answer may change.
+    """
+
+    PERIOD = 64
+    TRIAL = 4
+
+    def __init__(self) -> None:
+        self._plain = StepCost()
+        self._tokens = self._slowdown = 1.0
+        self._num_decisions = 0
+
+    def draft(self) -> bool:
+        """Decides about the next step."""
+        self._num_decisions += 1
+        trial = self._num_decisions % self.PERIOD < self.TRIAL
+        pays = self._tokens >= self._slowdown
+        return pays is not trial
+
+    def observe(
+        self, *, offered: bool, drafted: bool, streams: int, tokens: int, seconds: float
+    ) -> None:
+        """Counts a step of streams alone.
+
+        Args:
+            offered: the step had drafts that it might verify.
+            drafted: it proposed drafts for the next.
+            streams: sequences in it.
+            tokens: that it gave.
+            seconds: that it took.
+        """
+        if not offered and not drafted:
+            self._plain.observe(streams, seconds)
+        plain_s = self._plain.predict(streams)
+        if offered and drafted and plain_s:
+            self._tokens += 0.1 * (tokens / streams - self._tokens)
+            self._slowdown += 0.1 * (seconds / plain_s - self._slowdown)
 
 
 def choose_drafts(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from flashmesh.errors import InvalidRequest
-from flashmesh.types import FinishReason, SamplingParams
+from flashmesh.types import FinishReason, GrammarKind, GrammarSpec, SamplingParams
 from flashmesh.v1 import types_pb2
 
 _FINISH = {
@@ -14,24 +14,59 @@ _FINISH = {
 }
 _FINISH_BACK = {number: reason for reason, number in _FINISH.items()}
 
+_KIND = {kind: types_pb2.GrammarKind.Value(f"GRAMMAR_KIND_{kind.name}") for kind in GrammarKind}
+_KIND_BACK = {number: kind for kind, number in _KIND.items()}
+
+_PACKED = ("stop_token_ids", "logit_bias", "grammar")
+"""Fields that the wire holds in another shape than the dataclass."""
+
 
 def sampling_to_proto(params: SamplingParams) -> types_pb2.SamplingParams:
     """Packs every field."""
-    return types_pb2.SamplingParams(**dataclasses.asdict(params))
+    fields = {
+        field.name: getattr(params, field.name)
+        for field in dataclasses.fields(SamplingParams)
+        if field.name not in _PACKED
+    }
+    return types_pb2.SamplingParams(
+        **fields,
+        stop_token_ids=params.stop_token_ids,
+        logit_bias=dict(params.logit_bias),
+        grammar=_grammar_to_proto(params.grammar) if params.grammar else None,
+    )
 
 
 def sampling_from_proto(message: types_pb2.SamplingParams) -> SamplingParams:
     """Unpacks and validates; absent fields take their defaults.
 
     Raises:
-        InvalidRequest: a value is out of range.
+        InvalidRequest: lists every value that is out of range.
     """
     given = {
         field.name: getattr(message, field.name)
         for field in dataclasses.fields(SamplingParams)
-        if field.name != "stop_token_ids" and message.HasField(field.name)
+        if field.name not in _PACKED and message.HasField(field.name)
     }
-    return SamplingParams(**given, stop_token_ids=tuple(message.stop_token_ids))
+    return SamplingParams(
+        **given,
+        stop_token_ids=tuple(message.stop_token_ids),
+        logit_bias=tuple(sorted(message.logit_bias.items())),
+        grammar=_grammar_from_proto(message.grammar) if message.HasField("grammar") else None,
+    )
+
+
+def _grammar_to_proto(spec: GrammarSpec) -> types_pb2.Grammar:
+    return types_pb2.Grammar(kind=_KIND[spec.kind], text=spec.text, start_after=spec.start_after)
+
+
+def _grammar_from_proto(message: types_pb2.Grammar) -> GrammarSpec:
+    if message.kind not in _KIND_BACK:
+        raise InvalidRequest(f"grammar kind {message.kind} is not known")
+    return GrammarSpec(
+        kind=_KIND_BACK[message.kind],
+        text=message.text,
+        start_after=message.start_after if message.HasField("start_after") else None,
+    )
 
 
 def finish_to_proto(reason: FinishReason | None) -> types_pb2.FinishReason:

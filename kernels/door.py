@@ -6,17 +6,22 @@ tensors, wrong blocks give wrong tokens). Calls block; a service makes them on o
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
+from flashmesh.errors import FlashmeshError
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from types import TracebackType
 
     import numpy as np
     from numpy.typing import NDArray
 
-    from flashmesh.types import ModelInfo, SamplingParams
+    from flashmesh.kernels.sampler import SequenceSampler
+    from flashmesh.kernels.sampling import Drawn
+    from flashmesh.types import ModelInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +34,7 @@ class SessionPlan:
             after it write theirs. A multiple of the block size.
         decoder_start: rows at or after it run all layers and see no decoder window row before it; None means that
             no row does (a prefill), so the session can give no logits.
-        max_tokens: pages are held for positions [0, max_tokens).
+        max_tokens: pages are held for positions [0, max_tokens) at first; see `Session.grow`.
     """
 
     first_pos: int
@@ -71,6 +76,21 @@ class Session(Protocol):
     def export_block(self, index: int) -> bytes:
         """Returns a copy of a block's payload; all its rows must have been run or imported."""
 
+    def grow(self, max_tokens: int) -> None:
+        """Holds pages for positions [0, max_tokens) from now on; fewer than are held changes nothing.
+
+        Raises:
+            NoFreeBlocks: they are used up; nothing has changed.
+            InvalidRequest: more than the model's context.
+        """
+
+    def fork(self) -> Self:
+        """Opens an independent copy, with pages and a slot of its own.
+
+        Raises:
+            NoFreeBlocks: pages or slots are used up.
+        """
+
     def rollback(self, count: int) -> None:
         """Takes back the last `count` rows, at most a round's drafts: what they wrote is never read again.
 
@@ -98,8 +118,10 @@ class RowRun:
     Attributes:
         session: whose rows.
         tokens: ids at positions [session.num_tokens, session.num_tokens + len(tokens)).
-        num_logits: the last so many rows give logits and, with `sampling`, a token each.
-        sampling: how to draw; None draws nothing.
+        num_logits: the last so many rows give logits. With `sampler`, the first of them draws a token and those
+            after it run drafts: as long as the draft is the token drawn before it, its row stays and draws the next;
+            the other rows are taken back.
+        sampler: of the sequence, where it stood before the first drawn token; None draws nothing.
         num_drafts: propose so many tokens after the last drawn one, at most `Engine.max_drafts`.
         keep_logits: return the logits too (tests and tools; services never ask).
     """
@@ -107,28 +129,52 @@ class RowRun:
     session: Session
     tokens: Sequence[int]
     num_logits: int = 0
-    sampling: SamplingParams | None = None
+    sampler: SequenceSampler | None = None
     num_drafts: int = 0
     keep_logits: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
 class RunResult:
-    """What a row run gave, one entry for each logits row.
+    """What a row run gave.
 
     Attributes:
-        tokens: the drawn token for position p + 1, p being the row's position.
-        logprobs: natural log of the raw model probability of that token.
+        drawn: the tokens that follow: the accepted drafts and one more.
+        error: why the row after those in `drawn` gave no token; the sequence cannot go on.
         drafts: proposed tokens after the last drawn one.
         confidences: estimated probability that each draft is accepted if those before it are.
         logits: fp32 tensor `[num_logits, vocab]` when asked for, else None.
     """
 
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    drawn: list[Drawn] = field(default_factory=list)
+    error: FlashmeshError | None = None
     drafts: list[int] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)
     logits: Any = None
+
+    @property
+    def tokens(self) -> list[int]:
+        """Ids of what was drawn."""
+        return [drawn.token for drawn in self.drawn]
+
+    def take(self, items: Iterable[Drawn | FlashmeshError], drafts: Sequence[int]) -> int:
+        """Takes drawn tokens up to the first that differs from the draft in its place, or failed.
+
+        Returns:
+            How many drafts are wrong, or come after a wrong one.
+        """
+        for item, draft in itertools.zip_longest(items, drafts):
+            if isinstance(item, FlashmeshError):
+                self.error = item
+                break
+            if (
+                item is None
+            ):  # a draft that can be no part of the answer: nothing was drawn after it
+                break
+            self.drawn.append(item)
+            if item.token != draft:
+                break
+        return len(drafts) - max(0, len(self.drawn) - 1)
 
 
 @dataclass(frozen=True, slots=True)

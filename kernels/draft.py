@@ -17,7 +17,7 @@ import torch
 from flashmesh.kernels.reference import mhc
 from flashmesh.kernels.reference.attention import attend
 from flashmesh.kernels.reference.basics import frequencies, linear, rms_norm, rotate_, turns
-from flashmesh.kernels.sampling import sample
+from flashmesh.kernels.sampling import RowContext, propose
 from flashmesh.kernels.shapes import TILE
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Anchor:
         pos: its position; context rows exist below it.
         slot: the session's.
         low: first position whose context row the session has.
-        params: how drafts are drawn, with the noise of their own positions.
+        params: how drafts are drawn, with the noise of their own positions; penalties and grammar are left out.
     """
 
     token: int
@@ -107,6 +107,11 @@ class Drafter:
         for block, ring in enumerate(self._context):
             row = self._model.window_row(f"mtp.{block}.attn.", x, turn)
             ring[rows.slot, rows.pos % self._ring] = row
+
+    def copy(self, source: int, target: int) -> None:
+        """Copies the context rows of a slot."""
+        for ring in self._context:
+            ring[target] = ring[source]
 
     def draft(self, anchors: Sequence[Anchor]) -> list[Draft]:
         """Proposes `dspark_block_size` tokens for every anchor."""
@@ -177,7 +182,6 @@ class Drafter:
         w, count = self._w, len(anchors)
         drafts = [Draft([], []) for _ in anchors]
         previous = torch.tensor([anchor.token for anchor in anchors])
-        params = [anchor.params for anchor in anchors]
         padding = (0, 0, 0, -count % TILE)
         for step in range(self._c.dspark_block_size):
             embedded = w.rows(self._last + "markov_head.embed.weight", previous)
@@ -186,7 +190,10 @@ class Drafter:
                 base[:, step] + linear(padded, w[self._last + "markov_head.head.weight"])[:count]
             )
             self._model.observe("draft_logits", step, logits)
-            tokens, _ = sample(logits, params, [anchor.pos + 1 + step for anchor in anchors])
+            tokens = propose(
+                logits,
+                [RowContext(params=a.params, position=a.pos + 1 + step) for a in anchors],
+            )
             seen = torch.cat((states[:, step], embedded), 1)
             seen = torch.nn.functional.pad(seen, padding)
             confidence = linear(seen, w[self._last + "confidence_head.proj.weight"])[:count, 0]

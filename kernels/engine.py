@@ -7,6 +7,7 @@ are padded to whole tiles, neither of which changes a bit of any result.
 from __future__ import annotations
 
 import platform
+import time
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -64,6 +65,8 @@ class ReferenceEngine:
         self.masked_replay = False
         """Runs the decoder half of every row and narrows only what rows see: the numerical reference of leaving
         rows out, which must give the same bits (tests)."""
+        self.sample_s = 0.0
+        """Seconds spent drawing tokens, since the engine was loaded."""
         self._has_decoder = has_decoder
 
     def open(self, plan: SessionPlan, prefix_tokens: Sequence[int]) -> ReferenceSession:
@@ -101,10 +104,16 @@ class ReferenceEngine:
             parts = self._pass([(_ours(run), tokens) for _, run, tokens in cut], counts)
             for (place, _, _), part in zip(cut, parts, strict=True):
                 logits[place].append(part)
+        started = time.perf_counter()
         for run, result, parts in zip(batch, results, logits, strict=True):
             _draw(run, result, parts)
+        self.sample_s += time.perf_counter() - started
         self._draft(
-            [(run, result) for run, result in zip(batch, results, strict=True) if run.num_drafts]
+            [
+                (run, result)
+                for run, result in zip(batch, results, strict=True)
+                if run.num_drafts and result.drawn
+            ]
         )
         return results
 
@@ -117,6 +126,13 @@ class ReferenceEngine:
         for (run, result), draft in zip(chosen, self.model.drafter.draft(anchors), strict=True):
             result.drafts = draft.tokens[: run.num_drafts]
             result.confidences = draft.confidences[: run.num_drafts]
+
+    def copy_rows(self, source: ReferenceSession, target: ReferenceSession) -> None:
+        """Copies everything that a session's rows have written, into one with as many pages."""
+        self.pages.copy(source.page_table, target.page_table)
+        self.slots.copy(source.slot, target.slot)
+        if self.model.drafter:
+            self.model.drafter.copy(source.slot, target.slot)
 
     @property
     def max_drafts(self) -> int:
@@ -146,7 +162,7 @@ class ReferenceEngine:
             raise InvalidRequest("logits are asked of rows that run the encoder half only")
         if run.num_drafts and self.model.drafter is None:
             raise Incompatible("this checkpoint has no draft module")
-        if run.num_drafts and not (run.num_logits and run.sampling):
+        if run.num_drafts and not (run.num_logits and run.sampler):
             raise InvalidRequest("drafts follow a drawn token, and none is drawn")
         if not 0 <= run.num_drafts <= self.max_drafts:
             raise InvalidRequest(
@@ -256,8 +272,9 @@ def _ours(run: RowRun) -> ReferenceSession:
 def _anchor(session: ReferenceSession, run: RowRun, result: RunResult) -> Anchor:
     low = session.plan.decoder_start
     assert low is not None
-    assert run.sampling is not None
-    return Anchor(result.tokens[-1], session.num_tokens, session.slot, low, run.sampling)
+    assert run.sampler is not None
+    token = result.drawn[-1].token
+    return Anchor(token, session.num_tokens, session.slot, low, run.sampler.params)
 
 
 def _check_plan(plan: SessionPlan, limit: int) -> None:
@@ -277,10 +294,10 @@ def _draw(run: RowRun, result: RunResult, parts: list[Tensor]) -> None:
     logits = torch.cat(parts)
     if run.keep_logits:
         result.logits = logits.clone()
-    if run.sampling is not None:
-        end = run.session.num_tokens
-        positions = range(end - run.num_logits + 1, end + 1)
-        result.tokens, result.logprobs = sample(logits, [run.sampling] * run.num_logits, positions)
+    if run.sampler is not None:
+        drafts = run.tokens[len(run.tokens) - run.num_logits + 1 :]
+        contexts = run.sampler.rows(run.session.num_tokens - len(drafts), drafts)
+        run.session.rollback(result.take(sample(logits[: len(contexts)], contexts), drafts))
 
 
 def load_engine(

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flashmesh.kernels.sequence import DecodeSequence, PrefillSequence, Progress
 from flashmesh.replay import plan_replay
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Generator, Iterator, Sequence
 
     from flashmesh.kernels.door import Engine
+    from flashmesh.kernels.sampler import GrammarState
+    from flashmesh.kernels.sampling import Drawn
     from flashmesh.types import FinishReason, SamplingParams
-
-
-@dataclass(frozen=True, slots=True)
-class GeneratedToken:
-    """One emitted token."""
-
-    token: int
-    logprob: float
 
 
 def generate_offline(
@@ -30,7 +23,9 @@ def generate_offline(
     *,
     replay_tokens: int = 140,
     chunk_tokens: int = 1024,
-) -> Iterator[GeneratedToken | FinishReason]:
+    num_drafts: int = 0,
+    grammar: GrammarState | None = None,
+) -> Generator[Drawn | FinishReason]:
     """Yields tokens as they are drawn, then the reason why they ended.
 
     Args:
@@ -39,6 +34,8 @@ def generate_offline(
         params: how to draw and when to stop.
         replay_tokens: the replay rule's parameter; the mesh must use the same for equal tokens.
         chunk_tokens: most rows in a step.
+        num_drafts: tokens proposed and verified in each step.
+        grammar: fresh state of the grammar that the output must obey.
 
     Raises:
         InvalidRequest: the prompt is empty, too long, or has ids that the model does not know.
@@ -50,9 +47,11 @@ def generate_offline(
             PrefillSequence(engine, prompt[: plan.start], hit=0, payloads=()), engine, chunk_tokens
         ):
             payloads += [payload for _, payload in progress.blocks]
-    sequence = DecodeSequence(engine, prompt, params, plan, payloads=payloads)
+    sequence = DecodeSequence(
+        engine, prompt, params, plan, payloads=payloads, num_drafts=num_drafts, grammar=grammar
+    )
     for progress in _advance(sequence, engine, chunk_tokens):
-        yield from map(GeneratedToken, progress.tokens, progress.logprobs)
+        yield from progress.drawn
         if progress.finish_reason is not None:
             yield progress.finish_reason
 
@@ -64,8 +63,8 @@ def _advance(
     try:
         done = False
         while not done:
-            (result,) = engine.step([sequence.rows(chunk_tokens)])
-            progress = sequence.commit(result)
+            rows = sequence.rows(chunk_tokens, len(sequence.confidences))
+            progress = sequence.commit(engine.step([rows])[0])
             done = progress.done
             yield progress
     finally:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from flashmesh.errors import CorruptBlock, NoFreeBlocks
 from flashmesh.kernels.quantize import mxfp4_32, nvfp4_16, unpack_mxfp4_32, unpack_nvfp4_16
-from flashmesh.types import BLOCK_TOKENS
 
 if TYPE_CHECKING:
     from flashmesh.kernels.config import ModelConfig
@@ -129,6 +128,13 @@ class Pages:
             scales = data[at.index_scales : at.kv].view(at.num_rows, -1)
             rows.ik[page] = unpack_mxfp4_32(codes, scales)
 
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Copies pages; int64 `[n]` each."""
+        self._bytes[target] = self._bytes[source]
+        for rows in self.sources.values():
+            rows.kv[target] = rows.kv[source]
+            rows.ik[target] = rows.ik[source]
+
     def payload(self, page: int) -> bytes:
         """Returns a copy of a page's stored bytes."""
         return self._bytes[page].numpy().tobytes()
@@ -162,7 +168,7 @@ class Slots:
             if config.ratio(layer) == 2
         }
 
-
-def pages_for(num_tokens: int) -> int:
-    """Returns how many pages hold the global rows of so many tokens."""
-    return -(-num_tokens // BLOCK_TOKENS)
+    def copy(self, source: int, target: int) -> None:
+        """Copies a slot."""
+        for rows in (*self.window, *self.open_pair.values()):
+            rows[target] = rows[source]

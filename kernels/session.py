@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
 import torch
 
 from flashmesh.errors import CorruptBlock, InvalidRequest
 from flashmesh.kernels.engram import BLOCKED, LOOK_BACK
-from flashmesh.kernels.pages import MAX_ROLLBACK, pages_for
-from flashmesh.types import BLOCK_TOKENS
+from flashmesh.kernels.pages import MAX_ROLLBACK
+from flashmesh.types import BLOCK_TOKENS, pages_for
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -123,6 +124,28 @@ class ReferenceSession:
             return list(tokens)
         first = self.num_tokens
         return [BLOCKED if first + i in self.images else token for i, token in enumerate(tokens)]
+
+    def grow(self, max_tokens: int) -> None:
+        """Holds more pages; see `door.Session`."""
+        limit = self._engine.info.max_context_tokens
+        if max_tokens > limit:
+            raise InvalidRequest(f"{max_tokens} tokens exceed the context of {limit}")
+        if max_tokens <= self.plan.max_tokens:
+            return
+        self._pages += self._engine.pages.free.take(pages_for(max_tokens) - len(self._pages))
+        self.page_table = torch.tensor(self._pages)
+        self.plan = replace(self.plan, max_tokens=max_tokens)
+
+    def fork(self) -> ReferenceSession:
+        """Opens a copy; see `door.Session`."""
+        twin = ReferenceSession(self._engine, self.plan, self._prefix)
+        self._engine.copy_rows(self, twin)
+        twin.images = self.images
+        twin.tail = list(self.tail)
+        twin.num_tokens = self.num_tokens
+        twin._num_fresh = self._num_fresh
+        twin._imported = set(self._imported)
+        return twin
 
     def rollback(self, count: int) -> None:
         """Takes back the last `count` rows; see `door.Session`."""

@@ -2,7 +2,8 @@
 
 A block's payload is a digest chained over its tokens. The next token is a hash of everything the session knows: the
 payload digests of [0, global_start) *as read back from the imported blocks*, and the tokens it ran itself. A stale,
-foreign, missing or misplaced block therefore changes every later token, and a test that compares tokens sees it. Step
+foreign, missing or misplaced block therefore changes every later token, and a test that compares tokens sees it. Of
+the sampling parameters it obeys seed and choice (at a temperature above 0), the grammar and what ends an output. Step
 times follow a small cost model. Tests of services, failures and scale run on this engine.
 """
 
@@ -11,19 +12,31 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
-from flashmesh.errors import CorruptBlock, Incompatible, InvalidRequest, NoFreeBlocks
+import numpy as np
+
+from flashmesh.errors import (
+    CorruptBlock,
+    FlashmeshError,
+    Incompatible,
+    InvalidRequest,
+    NoFreeBlocks,
+)
 from flashmesh.hashing import token_bytes
 from flashmesh.kernels.door import EngineStats, RowRun, RunResult, SessionPlan
-from flashmesh.types import BLOCK_TOKENS, ModelInfo, SamplingParams
+from flashmesh.kernels.sampling import Drawn
+from flashmesh.types import BLOCK_TOKENS, ModelInfo, pages_for
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
 
-    import numpy as np
     from numpy.typing import NDArray
+
+    from flashmesh.kernels.sampling import RowContext
+    from flashmesh.types import SamplingParams
 
 DIGEST_BYTES = 32
 MAX_DRAFTS = 5
@@ -70,13 +83,19 @@ class SimulatedSession:
         first_logits = len(run.tokens) - run.num_logits
         if self._history is None:
             self._history = self._imported_history()
+        contexts: list[RowContext] = []
+        if run.sampler and run.num_logits:
+            first_pos = self._position + first_logits + 1
+            contexts = run.sampler.rows(first_pos, run.tokens[first_logits + 1 :])
+        drawn: list[Drawn | FlashmeshError] = []
         for row, token in enumerate(run.tokens):
             self._append(token)
-            if row >= first_logits and run.sampling is not None:
-                result.tokens.append(self._next_token(run.sampling))
-                result.logprobs.append(0.0)
-        if run.num_drafts and run.sampling is not None:
-            result.drafts = self._proposals(result.tokens[-1], run.sampling, run.num_drafts)
+            if first_logits <= row < first_logits + len(contexts):
+                drawn.append(self._draw(contexts[row - first_logits]))
+        self.rollback(result.take(drawn, run.tokens[first_logits + 1 :]) if contexts else 0)
+        if run.num_drafts and run.sampler and result.drawn:
+            anchor = result.drawn[-1].token
+            result.drafts = self._proposals(anchor, run.sampler.params, run.num_drafts)
             result.confidences = [0.8] * run.num_drafts
         return result
 
@@ -88,9 +107,29 @@ class SimulatedSession:
             self._history, self._tail = self._undo.pop()
             self._position -= 1
 
+    def grow(self, max_tokens: int) -> None:
+        """Holds more pages."""
+        more = pages_for(max_tokens) - self.num_pages
+        if more > 0:
+            self._engine.check_room(more, 0)
+            self.num_pages += more
+        self.plan = replace(self.plan, max_tokens=max(max_tokens, self.plan.max_tokens))
+
+    def fork(self) -> SimulatedSession:
+        """Opens a copy."""
+        self._engine.check_room(self.num_pages, 1)
+        twin = SimulatedSession(self._engine, self.plan, self.num_pages)
+        twin._position = self._position
+        twin._digests = dict(self._digests)
+        twin._tail = list(self._tail)
+        twin._history = self._history and self._history.copy()
+        twin._undo = self._undo.copy()
+        self._engine.hold(twin)
+        return twin
+
     def close(self) -> None:
         """Gives pages and slot back."""
-        self._engine._release(self)
+        self._engine.release(self)
 
     def __enter__(self) -> Self:
         return self
@@ -138,6 +177,25 @@ class SimulatedSession:
         self._history, self._tail, self._position = before
         self._undo = undo
         return tokens
+
+    def _draw(self, context: RowContext) -> Drawn | FlashmeshError:
+        """Takes the hash's token, or the next one above it, around the end, that grammar and minimum length admit."""
+        if context.failure is not None:
+            return context.failure
+        vocab = self._engine.info.vocab_size
+        token = self._next_token(context.params)
+        if context.allowed is not None or context.excluded:
+            admitted = np.ones(vocab, bool) if context.allowed is None else context.allowed.copy()
+            ends = admitted.copy()
+            admitted[list(context.excluded)] = False
+            choices = np.flatnonzero(admitted if admitted.any() else ends)
+            if not len(choices):
+                return FlashmeshError(f"no token is allowed at position {context.position}")
+            token = int(choices[np.searchsorted(choices, token) % len(choices)])
+        drawn = Drawn(token, 0.0, 0.0)
+        if context.params.top_logprobs:
+            drawn.top_ids, drawn.top_logprobs = [token], [0.0]
+        return drawn
 
     def _next_token(self, params: SamplingParams) -> int:
         assert self._history is not None
@@ -201,16 +259,28 @@ class SimulatedEngine:
             )
         if plan.global_start % BLOCK_TOKENS:
             raise Incompatible(f"global_start {plan.global_start} is inside a block")
-        pages = -(-plan.max_tokens // BLOCK_TOKENS)
+        pages = pages_for(plan.max_tokens)
+        self.check_room(pages, 1)
+        session = SimulatedSession(self, plan, pages)
+        self.hold(session)
+        return session
+
+    def check_room(self, pages: int, slots: int) -> None:
+        """Refuses what does not fit.
+
+        Raises:
+            NoFreeBlocks: says what is needed and what is free.
+        """
         stats = self.stats()
-        if pages > stats.num_free_pages or not stats.num_free_slots:
+        if pages > stats.num_free_pages or slots > stats.num_free_slots:
             raise NoFreeBlocks(
-                f"{pages} pages and a slot needed, {stats.num_free_pages} and "
+                f"{pages} pages and {slots} slots needed, {stats.num_free_pages} and "
                 f"{stats.num_free_slots} free"
             )
-        session = SimulatedSession(self, plan, pages)
+
+    def hold(self, session: SimulatedSession) -> None:
+        """Counts a session's pages and slot as taken."""
         self._open.add(session)
-        return session
 
     def step(self, batch: Sequence[RowRun]) -> list[RunResult]:
         """Runs a batch; see `door.Engine.step`."""
@@ -243,5 +313,6 @@ class SimulatedEngine:
             raise InvalidRequest("a token id is out of range")
         return session.run(run)
 
-    def _release(self, session: SimulatedSession) -> None:
+    def release(self, session: SimulatedSession) -> None:
+        """Counts them as free; a second call does nothing."""
         self._open.discard(session)

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from flashmesh.v1 import types_pb2 as flashmesh_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x66lashmesh/v1/decode.proto\x12\x0c\x66lashmesh.v1\x1a\x18\x66lashmesh/v1/types.proto\"\x85\x02\n\rDecodeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x18\n\x10\x66orced_token_ids\x18\x04 \x03(\r\x12.\n\x08sampling\x18\x05 \x01(\x0b\x32\x1c.flashmesh.v1.SamplingParams\x12\'\n\x05\x63hain\x18\x06 \x01(\x0b\x32\x18.flashmesh.v1.BlockChain\x12\x12\n\nhit_tokens\x18\x07 \x01(\r\x12\x17\n\x0fprefill_running\x18\x08 \x01(\x08\x12\x15\n\rreplay_tokens\x18\t \x01(\r\"\x8c\x01\n\nTokenChunk\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x10\n\x08logprobs\x18\x03 \x03(\x01\x12\x31\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x1a.flashmesh.v1.FinishReason\x12\x15\n\rprefix_digest\x18\x05 \x01(\x0c\x32K\n\x06\x44\x65\x63ode\x12\x41\n\x06\x44\x65\x63ode\x12\x1b.flashmesh.v1.DecodeRequest\x1a\x18.flashmesh.v1.TokenChunk0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x66lashmesh/v1/decode.proto\x12\x0c\x66lashmesh.v1\x1a\x18\x66lashmesh/v1/types.proto\"\xa4\x02\n\rDecodeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12%\n\x07\x63hoices\x18\x04 \x03(\x0b\x32\x14.flashmesh.v1.Choice\x12.\n\x08sampling\x18\x05 \x01(\x0b\x32\x1c.flashmesh.v1.SamplingParams\x12\'\n\x05\x63hain\x18\x06 \x01(\x0b\x32\x18.flashmesh.v1.BlockChain\x12\x12\n\nhit_tokens\x18\x07 \x01(\r\x12\x17\n\x0fprefill_running\x18\x08 \x01(\x08\x12\x15\n\rreplay_tokens\x18\t \x01(\r\x12\x10\n\x08priority\x18\n \x01(\x05\"2\n\x06\x43hoice\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x18\n\x10\x66orced_token_ids\x18\x02 \x03(\r\"\xe9\x01\n\nTokenChunk\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x10\n\x08logprobs\x18\x03 \x03(\x01\x12\x1a\n\x12processed_logprobs\x18\x07 \x03(\x01\x12/\n\x0ctop_logprobs\x18\x08 \x03(\x0b\x32\x19.flashmesh.v1.TopLogprobs\x12\x31\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x1a.flashmesh.v1.FinishReason\x12\x15\n\rprefix_digest\x18\x05 \x01(\x0c\x12\x0e\n\x06\x63hoice\x18\x06 \x01(\r2K\n\x06\x44\x65\x63ode\x12\x41\n\x06\x44\x65\x63ode\x12\x1b.flashmesh.v1.DecodeRequest\x1a\x18.flashmesh.v1.TokenChunk0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,9 +33,11 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'flashmesh.v1.decode_pb2', _
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DECODEREQUEST']._serialized_start=70
-  _globals['_DECODEREQUEST']._serialized_end=331
-  _globals['_TOKENCHUNK']._serialized_start=334
-  _globals['_TOKENCHUNK']._serialized_end=474
-  _globals['_DECODE']._serialized_start=476
-  _globals['_DECODE']._serialized_end=551
+  _globals['_DECODEREQUEST']._serialized_end=362
+  _globals['_CHOICE']._serialized_start=364
+  _globals['_CHOICE']._serialized_end=414
+  _globals['_TOKENCHUNK']._serialized_start=417
+  _globals['_TOKENCHUNK']._serialized_end=650
+  _globals['_DECODE']._serialized_start=652
+  _globals['_DECODE']._serialized_end=727
 # @@protoc_insertion_point(module_scope)

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from flashmesh.v1 import types_pb2 as flashmesh_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x66lashmesh/v1/prefill.proto\x12\x0c\x66lashmesh.v1\x1a\x18\x66lashmesh/v1/types.proto\"\x85\x01\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x12\n\nhit_tokens\x18\x04 \x01(\r\x12\'\n\x05\x63hain\x18\x05 \x01(\x0b\x32\x18.flashmesh.v1.BlockChain\"(\n\x0fPrefillProgress\x12\x15\n\rstored_blocks\x18\x01 \x01(\r2S\n\x07Prefill\x12H\n\x07Prefill\x12\x1c.flashmesh.v1.PrefillRequest\x1a\x1d.flashmesh.v1.PrefillProgress0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x66lashmesh/v1/prefill.proto\x12\x0c\x66lashmesh.v1\x1a\x18\x66lashmesh/v1/types.proto\"\x97\x01\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x12\n\nhit_tokens\x18\x04 \x01(\r\x12\'\n\x05\x63hain\x18\x05 \x01(\x0b\x32\x18.flashmesh.v1.BlockChain\x12\x10\n\x08priority\x18\x06 \x01(\x05\"(\n\x0fPrefillProgress\x12\x15\n\rstored_blocks\x18\x01 \x01(\r2S\n\x07Prefill\x12H\n\x07Prefill\x12\x1c.flashmesh.v1.PrefillRequest\x1a\x1d.flashmesh.v1.PrefillProgress0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,9 +33,9 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'flashmesh.v1.prefill_pb2', 
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PREFILLREQUEST']._serialized_start=71
-  _globals['_PREFILLREQUEST']._serialized_end=204
-  _globals['_PREFILLPROGRESS']._serialized_start=206
-  _globals['_PREFILLPROGRESS']._serialized_end=246
-  _globals['_PREFILL']._serialized_start=248
-  _globals['_PREFILL']._serialized_end=331
+  _globals['_PREFILLREQUEST']._serialized_end=222
+  _globals['_PREFILLPROGRESS']._serialized_start=224
+  _globals['_PREFILLPROGRESS']._serialized_end=264
+  _globals['_PREFILL']._serialized_start=266
+  _globals['_PREFILL']._serialized_end=349
 # @@protoc_insertion_point(module_scope)

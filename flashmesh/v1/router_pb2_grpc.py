@@ -50,7 +50,7 @@ class RouterServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Continues a prompt. The stream ends after the message that carries finish_reason; cancelling it frees everything.
+        """Continues a prompt. The stream ends when every choice has had its finish_reason; cancelling it frees everything.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -24,23 +24,33 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x66lashmesh/v1/types.proto\x12\x0c\x66lashmesh.v1\"\xb8\x02\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x05\x88\x01\x01\x12\x13\n\x06\x63hoice\x18\x07 \x01(\rH\x06\x88\x01\x01\x12\x17\n\nignore_eos\x18\x08 \x01(\x08H\x07\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\t \x03(\rB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\t\n\x07_choiceB\r\n\x0b_ignore_eos\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"W\n\nBlockPlace\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0b\x66irst_block\x18\x03 \x01(\r\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\"Y\n\nBlockChain\x12\x11\n\troot_hash\x18\x01 \x01(\x0c\x12(\n\x06places\x18\x02 \x03(\x0b\x32\x18.flashmesh.v1.BlockPlace\x12\x0e\n\x06\x65xtras\x18\x03 \x01(\x0c*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x66lashmesh/v1/types.proto\x12\x0c\x66lashmesh.v1\"\xf3\x05\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x05\x88\x01\x01\x12\x13\n\x06\x63hoice\x18\x07 \x01(\rH\x06\x88\x01\x01\x12\x17\n\nignore_eos\x18\x08 \x01(\x08H\x07\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\x17\n\nmin_tokens\x18\n \x01(\x05H\x08\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0b \x01(\x01H\t\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0c \x01(\x01H\n\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\r \x01(\x01H\x0b\x88\x01\x01\x12?\n\nlogit_bias\x18\x0e \x03(\x0b\x32+.flashmesh.v1.SamplingParams.LogitBiasEntry\x12\x18\n\x0bnum_choices\x18\x0f \x01(\rH\x0c\x88\x01\x01\x12\x19\n\x0ctop_logprobs\x18\x10 \x01(\rH\r\x88\x01\x01\x12&\n\x07grammar\x18\x11 \x01(\x0b\x32\x15.flashmesh.v1.Grammar\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\t\n\x07_choiceB\r\n\x0b_ignore_eosB\r\n\x0b_min_tokensB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x0e\n\x0c_num_choicesB\x0f\n\r_top_logprobs\"j\n\x07Grammar\x12\'\n\x04kind\x18\x01 \x01(\x0e\x32\x19.flashmesh.v1.GrammarKind\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x18\n\x0bstart_after\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x0e\n\x0c_start_after\"2\n\x0bTopLogprobs\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x01\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"W\n\nBlockPlace\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0b\x66irst_block\x18\x03 \x01(\r\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\"Y\n\nBlockChain\x12\x11\n\troot_hash\x18\x01 \x01(\x0c\x12(\n\x06places\x18\x02 \x03(\x0b\x32\x18.flashmesh.v1.BlockPlace\x12\x0e\n\x06\x65xtras\x18\x03 \x01(\x0c*\xb7\x01\n\x0bGrammarKind\x12\x1c\n\x18GRAMMAR_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12GRAMMAR_KIND_REGEX\x10\x01\x12\x1c\n\x18GRAMMAR_KIND_JSON_SCHEMA\x10\x02\x12\x15\n\x11GRAMMAR_KIND_EBNF\x10\x03\x12\x1c\n\x18GRAMMAR_KIND_JSON_OBJECT\x10\x04\x12\x1f\n\x1bGRAMMAR_KIND_STRUCTURAL_TAG\x10\x05*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'flashmesh.v1.types_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=644
-  _globals['_FINISHREASON']._serialized_end=739
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_GRAMMARKIND']._serialized_start=1248
+  _globals['_GRAMMARKIND']._serialized_end=1431
+  _globals['_FINISHREASON']._serialized_start=1433
+  _globals['_FINISHREASON']._serialized_end=1528
   _globals['_SAMPLINGPARAMS']._serialized_start=43
-  _globals['_SAMPLINGPARAMS']._serialized_end=355
-  _globals['_USAGE']._serialized_start=357
-  _globals['_USAGE']._serialized_end=437
-  _globals['_TOKENIDS']._serialized_start=439
-  _globals['_TOKENIDS']._serialized_end=462
-  _globals['_BLOCKPLACE']._serialized_start=464
-  _globals['_BLOCKPLACE']._serialized_end=551
-  _globals['_BLOCKCHAIN']._serialized_start=553
-  _globals['_BLOCKCHAIN']._serialized_end=642
+  _globals['_SAMPLINGPARAMS']._serialized_end=798
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=540
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=588
+  _globals['_GRAMMAR']._serialized_start=800
+  _globals['_GRAMMAR']._serialized_end=906
+  _globals['_TOPLOGPROBS']._serialized_start=908
+  _globals['_TOPLOGPROBS']._serialized_end=958
+  _globals['_USAGE']._serialized_start=960
+  _globals['_USAGE']._serialized_end=1040
+  _globals['_TOKENIDS']._serialized_start=1042
+  _globals['_TOKENIDS']._serialized_end=1065
+  _globals['_BLOCKPLACE']._serialized_start=1067
+  _globals['_BLOCKPLACE']._serialized_end=1154
+  _globals['_BLOCKCHAIN']._serialized_start=1156
+  _globals['_BLOCKCHAIN']._serialized_end=1245
 # @@protoc_insertion_point(module_scope)

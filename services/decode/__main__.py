@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 from flashmesh import config
 from flashmesh.config import MeshConfig, ModelSection
 from flashmesh.errors import ConfigError
-from flashmesh.kernels.load import open_engine
+from flashmesh.kernels.load import load_vocabulary, open_engine
 from flashmesh.kv_client import KvClient
 from flashmesh.lifecycle import Running, background, run, service_main
 from flashmesh.membership import new_record, registered
 from flashmesh.rpc import Channels
+from flashmesh.scheduling import Limits
 from flashmesh.services.decode.config import DecodeConfig
+from flashmesh.services.decode.grammars import GrammarLimits, Grammars
 from flashmesh.services.decode.publish import Publisher
 from flashmesh.services.decode.service import DecodeServicer
 from flashmesh.stepping import StepLoop, export_stats
@@ -42,10 +44,30 @@ def main(path: Path | None) -> None:
             model, "decode", num_pages=decode.num_pages, num_slots=decode.num_slots
         )
         export_stats(engine.stats)
-        loop = StepLoop(engine.step, max_rows=decode.step_rows, max_waiting=decode.max_requests)
+        limits = Limits(
+            num_pages=decode.num_pages,
+            num_slots=decode.num_slots,
+            max_rows=decode.step_rows,
+            max_waiting=decode.max_requests,
+            max_step_s=decode.max_step_ms / 1000,
+        )
+        loop = StepLoop(
+            engine.step,
+            limits,
+            depth=decode.pipeline_depth,
+            scheduled=decode.scheduled_verification,
+        )
         publisher = Publisher()
-        channels = Channels(mesh.secret())
-        servicer = DecodeServicer(engine, loop, KvClient(channels), publisher, decode)
+        channels = Channels(mesh.secret(), mesh.tls())
+        grammars = Grammars(
+            lambda: load_vocabulary(model, engine.info),
+            GrammarLimits(
+                num_processes=decode.grammar_processes,
+                timeout_s=decode.grammar_timeout_s,
+                memory_bytes=decode.grammar_memory_mb << 20,
+            ),
+        )
+        servicer = DecodeServicer(engine, loop, KvClient(channels), publisher, grammars, decode)
         decode_pb2_grpc.add_DecodeServicer_to_server(servicer, running.server)
         running.service_names.append("flashmesh.v1.Decode")
 
@@ -54,22 +76,34 @@ def main(path: Path | None) -> None:
             decode,
             running,
             model=engine.info,
-            capacity={"num_slots": decode.num_slots, "max_requests": decode.max_requests},
+            capacity={
+                "num_slots": decode.num_slots,
+                "num_pages": decode.num_pages,
+                "max_requests": decode.max_requests,
+            },
         )
         async with (
             contextlib.aclosing(channels),
-            background(loop.run(), publisher.run()),
+            background(loop.run(), publisher.run(), grammars.run()),
             registered(
                 mesh,
                 record,
                 running,
                 lambda: {
                     "num_sequences": servicer.num_requests,
-                    "pending_rows": loop.pending_rows,
+                    "pending_rows": loop.num_pending_rows,
+                    "used_pages": loop.num_used_pages,
+                    "step_base_s": loop.step_line[0],
+                    "step_row_s": loop.step_line[1],
                 },
             ) as leave,
         ):
-            yield leave
+
+            async def drain() -> None:
+                await leave()
+                loop.hand_over(mesh.drain_grace_s)
+
+            yield drain
             await publisher.flush()
 
     run("decode", mesh, decode, start)

@@ -12,6 +12,7 @@ from flashmesh.kv_client import KvClient
 from flashmesh.lifecycle import Running, background, run, service_main
 from flashmesh.membership import new_record, registered
 from flashmesh.rpc import Channels
+from flashmesh.scheduling import Limits
 from flashmesh.services.prefill.config import PrefillConfig
 from flashmesh.services.prefill.service import PrefillServicer
 from flashmesh.stepping import StepLoop, export_stats
@@ -35,8 +36,14 @@ def main(path: Path | None) -> None:
             model, "prefill", num_pages=prefill.num_pages, num_slots=prefill.num_slots
         )
         export_stats(engine.stats)
-        loop = StepLoop(engine.step, max_rows=prefill.chunk_tokens, max_waiting=prefill.max_waiting)
-        channels = Channels(mesh.secret())
+        limits = Limits(
+            num_pages=prefill.num_pages,
+            num_slots=prefill.num_slots,
+            max_rows=prefill.chunk_tokens,
+            max_waiting=prefill.max_waiting,
+        )
+        loop = StepLoop(engine.step, limits, depth=prefill.pipeline_depth)
+        channels = Channels(mesh.secret(), mesh.tls())
         servicer = PrefillServicer(engine, loop, KvClient(channels), prefill)
         prefill_pb2_grpc.add_PrefillServicer_to_server(servicer, running.server)
         running.service_names.append("flashmesh.v1.Prefill")
@@ -50,12 +57,18 @@ def main(path: Path | None) -> None:
                 record,
                 running,
                 lambda: {
-                    "pending_rows": loop.pending_rows,
+                    "pending_rows": loop.num_pending_rows,
                     "num_sequences": loop.num_running + loop.num_waiting,
+                    "rows_per_s": loop.rows_per_s(prefill.chunk_tokens),
                 },
             ) as leave,
         ):
-            yield leave
+
+            async def drain() -> None:
+                await leave()
+                loop.hand_over(mesh.drain_grace_s)
+
+            yield drain
 
     run("prefill", mesh, prefill, start)
 

@@ -1,8 +1,8 @@
 """The prefill servicer: one request is fetch, step, put, progress.
 
-Life of a request: blocks of [0, hit) are fetched and verified, the sequence joins the step loop, and every block that
-becomes final is put into the store before its progress goes out. When the caller leaves, the sequence goes before the
-next step; what is stored stays.
+Life of a request: it waits for blocks that another request computes already; then blocks of [0, hit) are fetched and
+verified, the sequence joins the step loop, and every block that becomes final is put into the store before its progress
+goes out. When the caller leaves, the sequence goes before the next step; what is stored stays.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import prometheus_client
 
+from flashmesh.computations import Computations
 from flashmesh.errors import InvalidRequest
 from flashmesh.kernels.sequence import PrefillSequence
 from flashmesh.rpc import remaining_s
@@ -20,7 +21,7 @@ from flashmesh.types import BLOCK_TOKENS
 from flashmesh.v1 import prefill_pb2, prefill_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
     import grpc.aio
 
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from flashmesh.stepping import StepLoop
 
 TOKENS = prometheus_client.Counter("flashmesh_prefill_tokens_total", "Prompt tokens computed.")
+SHARED = prometheus_client.Counter(
+    "flashmesh_prefill_blocks_shared_total", "Blocks that another request in work computed."
+)
 BLOCKS = prometheus_client.Counter("flashmesh_prefill_blocks_total", "Blocks put into the store.")
 
 
@@ -43,6 +47,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         self._loop = loop
         self._client = client
         self._config = config
+        self._computations = Computations()
 
     async def Prefill(  # noqa: N802
         self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext
@@ -52,23 +57,46 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         check_span(request.hit_tokens, len(tokens))
         chain = StoredChain(self._client, request.chain, self._engine.info.layout_id, tokens)
         stored = request.hit_tokens // BLOCK_TOKENS
-        hits = await chain.fetch(0, stored, min_wait(self._config.fetch_timeout_s))
+        yield prefill_pb2.PrefillProgress(stored_blocks=stored)
+        async with contextlib.aclosing(
+            self._computations.arrivals(chain.hashes, stored)
+        ) as arrivals:
+            async for arrived in arrivals:
+                SHARED.inc(arrived - stored)
+                stored = arrived
+                yield prefill_pb2.PrefillProgress(stored_blocks=stored)
+        if stored == len(chain.hashes):
+            return
+        with self._computations.claim(chain.hashes[stored:]) as computation:
+            counts = self._compute(chain, tokens, stored, request.priority)
+            first = stored
+            async with contextlib.aclosing(counts):
+                async for count in counts:
+                    stored += count
+                    computation.advance(stored - first)
+                    yield prefill_pb2.PrefillProgress(stored_blocks=stored)
+
+    async def _compute(
+        self, chain: StoredChain, tokens: Sequence[int], num_hits: int, priority: int
+    ) -> AsyncGenerator[int, None]:
+        """Computes and stores the blocks after the hits; yields how many at a time."""
+        hits = await chain.fetch(0, num_hits, min_wait(self._config.fetch_timeout_s))
         sequence = PrefillSequence(
             self._engine,
             tokens,
-            hit=request.hit_tokens,
+            hit=num_hits * BLOCK_TOKENS,
             payloads=[item.payload for item in hits],
+            priority=priority,
         )
-        yield prefill_pb2.PrefillProgress(stored_blocks=stored)
+        del hits
         with contextlib.closing(self._loop.submit(sequence)) as ticket:
             while events := await ticket.next():
                 blocks = [block for event in events for block in event.blocks]
                 if blocks:
                     await chain.put(blocks)
-                    stored += len(blocks)
                     TOKENS.inc(len(blocks) * BLOCK_TOKENS)
                     BLOCKS.inc(len(blocks))
-                    yield prefill_pb2.PrefillProgress(stored_blocks=stored)
+                    yield len(blocks)
 
 
 def check_span(hit_tokens: int, num_tokens: int) -> None:

@@ -137,5 +137,7 @@ def test_without_redis_requests_go_on_with_the_workers_last_known(tmp_path):
         with redis.Redis.from_url(mesh.redis_url) as server:
             server.shutdown(nosave=True)
         tokens, usage = mesh_answer(client, prompt, params)
+        _, unseen = mesh_answer(client, random_prompt(1000, seed=6), params)
     assert tokens == expected
-    assert usage.cached_tokens == 0
+    assert usage.cached_tokens == 768, "the router remembers what it has seen a moment ago"
+    assert unseen.cached_tokens == 0

@@ -96,4 +96,4 @@ def test_when_all_is_done_nothing_is_held(mesh):
     wait_until(idle, "no page, slot or lease is held")
     node = mesh.metrics("kvstore-0")
     assert node["flashmesh_kv_blocks"] > 0
-    assert node['flashmesh_kv_bytes{state="leased"}'] == 0
+    assert node['flashmesh_kv_bytes{state="leased",tier="memory"}'] == 0

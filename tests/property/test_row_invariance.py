@@ -19,7 +19,7 @@ from flashmesh.kernels.reference.attention import index_scores
 from flashmesh.kernels.reference.basics import linear
 from flashmesh.kernels.reference.moe import route
 from flashmesh.kernels.reference.select import candidate_mask, top_rows, top_sorted
-from flashmesh.kernels.sampling import sample
+from flashmesh.kernels.sampling import RowContext, sample
 from flashmesh.types import SamplingParams
 
 TOKENS = golden.ids("s150")
@@ -210,10 +210,9 @@ def test_sampling_over_the_real_vocabulary_does_not_depend_on_the_batch(temperat
     logits = torch.randn(8, 129_280, generator=torch.Generator().manual_seed(0))
     logits[:, 1000:1040] = logits.max()  # a forced tie for the argmax
     params = SamplingParams(temperature=temperature, top_p=0.95, seed=7)
-    positions = list(range(100, 108))
-    together = sample(logits, [params] * 8, positions)
+    contexts = [RowContext(params=params, position=position) for position in range(100, 108)]
+    together = sample(logits, contexts)
     for row in range(8):
-        alone = sample(logits[row : row + 1], [params], positions[row : row + 1])
-        assert (together[0][row], together[1][row]) == (alone[0][0], alone[1][0])
+        assert sample(logits[row : row + 1], contexts[row : row + 1]) == together[row : row + 1]
     if temperature == 0:
-        assert set(together[0]) == {1000}
+        assert {drawn.token for drawn in together} == {1000}

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashmesh.errors import NoFreeBlocks, Overloaded
-from flashmesh.scheduling import Demand, Limits, Scheduler, Work, pages_for
+from flashmesh.scheduling import Demand, Limits, Scheduler, Work
+from flashmesh.types import pages_for
 
 LIMITS = Limits(num_pages=12, num_slots=4, max_rows=64, max_waiting=50)
 

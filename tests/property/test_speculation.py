@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 from support import golden
 from support.prompts import random_prompt
 
-from flashmesh.errors import InvalidRequest
+from flashmesh.errors import InvalidRequest, NoFreeBlocks
 from flashmesh.kernels.door import RowRun, SessionPlan
+from flashmesh.kernels.sequence import DecodeSequence
 from flashmesh.kernels.simulated import SimulatedEngine
+from flashmesh.replay import plan_replay
 from flashmesh.types import SamplingParams
 
 NUM_TOKENS = 24
@@ -27,30 +29,28 @@ def plan(length):
 
 
 def speculate(engine, prompt, params, depth):
-    """Decodes with `depth()` drafts verified in each round; returns tokens and how many drafts were accepted."""
-    tokens, accepted = [], 0
-    rows, drafts = list(prompt), []
-    with engine.open(plan(len(prompt) + NUM_TOKENS + 8), []) as session:
-        while len(tokens) < NUM_TOKENS:
-            run = RowRun(
-                session=session,
-                tokens=[*rows, *drafts],
-                num_logits=1 + len(drafts),
-                sampling=params,
-                num_drafts=engine.max_drafts,
-            )
-            (result,) = engine.step([run])
-            kept = 0
-            while kept < len(drafts) and drafts[kept] == result.tokens[kept]:
-                kept += 1
-            rejected = len(drafts) - kept
-            tokens += result.tokens[: kept + 1]
-            accepted += kept
-            rows = [tokens[-1]]
-            session.rollback(rejected)
-            # After a rejection the proposals continue another history: no drafts in the next round.
-            drafts = result.drafts[: depth()] if not rejected else []
-    return tokens[:NUM_TOKENS], accepted
+    """Decodes with up to `depth()` drafts verified in each round.
+
+    Returns:
+        Tokens, how many drafts were accepted, and the drafts proposed after each position that ended a round.
+    """
+    rule = plan_replay(len(prompt), window=128, replay_tokens=140)
+    sequence = DecodeSequence(engine, prompt, params, rule, num_drafts=5)
+    tokens, accepted, proposed = [], 0, {}
+    sequence.open()
+    done = False
+    while not done:
+        run = sequence.rows(len(prompt), min(depth(), len(sequence.confidences)))
+        (result,) = engine.step([run])
+        assert run.session.num_tokens == sequence.num_known + len(result.drawn) - 1
+        progress = sequence.commit(result)
+        tokens += progress.tokens
+        accepted += progress.num_accepted
+        proposed[len(tokens)] = list(result.drafts)
+        done = progress.done
+    sequence.close()
+    assert engine.stats().idle
+    return tokens, accepted, proposed
 
 
 @settings(max_examples=4, deadline=None)
@@ -58,11 +58,16 @@ def speculate(engine, prompt, params, depth):
 def test_any_depth_gives_the_tokens_of_plain_decoding(golden_model, seed, temperature):
     rng = random.Random(seed)
     prompt = [rng.randrange(3, 500) for _ in range(rng.randint(1, 30))]
-    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=temperature, seed=seed)
-    plain, _ = speculate(golden_model, prompt, params, lambda: 0)
-    for depth in (5, 1):
-        assert speculate(golden_model, prompt, params, lambda d=depth: d)[0] == plain
-    assert speculate(golden_model, prompt, params, lambda: rng.randint(0, 5))[0] == plain
+    params = SamplingParams(
+        max_tokens=NUM_TOKENS, temperature=temperature, seed=seed, ignore_eos=True
+    )
+    plain, _, wanted = speculate(golden_model, prompt, params, lambda: 0)
+    assert len(plain) == NUM_TOKENS
+    for depth in (lambda: 5, lambda: 1, lambda: rng.randint(0, 5)):
+        tokens, _, proposed = speculate(golden_model, prompt, params, depth)
+        assert tokens == plain
+        # Rows of rejected drafts leave nothing behind that a later draft could see.
+        assert proposed == {place: wanted[place] for place in proposed}
 
 
 def test_rows_taken_back_leave_no_trace(golden_model):
@@ -87,6 +92,35 @@ def test_rows_taken_back_leave_no_trace(golden_model):
             position += len(part)
 
 
+def test_a_copied_session_goes_on_alone_with_the_same_bits(golden_model):
+    tokens = golden.ids("s150")
+    reference = golden.full_forward(golden_model, tokens)
+    with golden_model.open(plan(100), []) as session:
+        golden_model.step([RowRun(session=session, tokens=tokens[:100])])
+        with session.fork() as twin:
+            for wrong in (7, 9):  # the original takes another way
+                session.grow(session.num_tokens + 20)
+                golden_model.step([RowRun(session=session, tokens=[wrong] * 20)])
+            twin.grow(150)
+            run = RowRun(session=twin, tokens=tokens[100:], num_logits=50, keep_logits=True)
+            assert torch.equal(golden_model.step([run])[0].logits, reference[100:150])
+    assert golden_model.stats().idle
+
+
+def test_a_session_without_room_stays_as_it_was(golden_model):
+    assert golden_model.stats().num_pages == 64
+    with (
+        golden_model.open(plan(100), []) as session,
+        golden_model.open(plan(32 * 128), []),
+        golden_model.open(plan(31 * 128), []),
+    ):
+        for take_more in (lambda: session.grow(129), session.fork):
+            with pytest.raises(NoFreeBlocks, match="1 pages needed, 0 of 64 are free"):
+                take_more()
+        golden_model.step([RowRun(session=session, tokens=[5] * 100)])
+    assert golden_model.stats().idle
+
+
 def test_only_rows_that_the_rings_still_hold_can_be_taken_back(golden_model):
     with golden_model.open(plan(64), []) as session:
         golden_model.step([RowRun(session=session, tokens=[5, 6])])
@@ -102,8 +136,8 @@ def test_the_simulated_engine_drafts_and_takes_back_alike():
     engine = SimulatedEngine()
     prompt = random_prompt(250)
     params = SamplingParams(max_tokens=NUM_TOKENS)
-    plain, accepted = speculate(engine, prompt, params, lambda: 0)
+    plain, accepted, _ = speculate(engine, prompt, params, lambda: 0)
     assert accepted == 0
-    tokens, accepted = speculate(engine, prompt, params, lambda: 5)
+    tokens, accepted, _ = speculate(engine, prompt, params, lambda: 5)
     assert tokens == plain
     assert 0 < accepted < NUM_TOKENS  # it is right most of the time, and not always

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from flashmesh.speculation import StepCost, choose_drafts
+from flashmesh.speculation import DraftGate, StepCost, choose_drafts
 
 
 def line(base, slope):
@@ -20,6 +20,7 @@ def test_a_line_is_found_again():
     assert cost.predict(100) == pytest.approx(0.230)
     assert cost.rows_within(0.050, most=1000) == pytest.approx(10, abs=1)
     assert cost.rows_within(1.0, most=100) == 100
+    assert cost.rows_within(1.0, most=1000) == 128  # twice the largest that was tried
     assert cost.rows_within(0.010, most=100) == 0
 
 
@@ -72,3 +73,37 @@ def test_the_likeliest_drafts_take_a_small_budget_and_prefixes_stay_whole():
 def test_nobody_speculates():
     assert choose_drafts([], other_rows=4, budget=9, cost=StepCost()) == []
     assert choose_drafts([[], []], other_rows=4, budget=9, cost=StepCost()) == [0, 0]
+
+
+def decide(gate, count, accepted, slowdown):
+    """Runs steps of two streams; returns how many of them drafted."""
+    offered, num_drafted = False, 0
+    for _ in range(count):
+        drafted = gate.draft()
+        seconds = 0.03 * (slowdown if drafted else 1)
+        tokens = 2 + 2 * accepted * offered
+        gate.observe(offered=offered, drafted=drafted, streams=2, tokens=tokens, seconds=seconds)
+        offered = drafted
+        num_drafted += drafted
+    return num_drafted
+
+
+def test_drafts_that_are_right_are_made_and_those_that_are_wrong_are_not():
+    for accepted, slowdown, pays in (
+        (2, 1.7, True),
+        (0, 1.7, False),
+        (0.5, 1.7, False),
+        (1, 1.2, True),
+    ):
+        gate = DraftGate()
+        decide(gate, 500, accepted, slowdown)
+        share = decide(gate, 640, accepted, slowdown) / 640
+        trials = DraftGate.TRIAL / DraftGate.PERIOD
+        assert share == pytest.approx(1 - trials if pays else trials), (accepted, slowdown)
+
+
+def test_a_change_is_noticed():
+    gate = DraftGate()
+    decide(gate, 1000, 0, 1.7)
+    decide(gate, 3000, 3, 1.7)
+    assert decide(gate, 640, 3, 1.7) == 600

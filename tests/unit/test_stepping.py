@@ -2,21 +2,23 @@
 
 import asyncio
 import contextlib
+import random
 
 import pytest
 
 from flashmesh.errors import NoFreeBlocks, Overloaded
 from flashmesh.kernels.generate import generate_offline
-from flashmesh.kernels.sequence import DecodeSequence
+from flashmesh.kernels.sequence import DecodeSequence, PrefillSequence
 from flashmesh.kernels.simulated import SimulatedEngine
 from flashmesh.replay import plan_replay
-from flashmesh.stepping import StepLoop, plan_rows
+from flashmesh.scheduling import Limits
+from flashmesh.stepping import PREEMPTED, StepLoop
 from flashmesh.types import FinishReason, SamplingParams
 
 
-def sequence(engine, prompt, max_tokens):
+def sequence(engine, prompt, max_tokens, **more):
     plan = plan_replay(len(prompt), window=128, replay_tokens=140)
-    return DecodeSequence(engine, prompt, SamplingParams(max_tokens=max_tokens), plan)
+    return DecodeSequence(engine, prompt, SamplingParams(max_tokens=max_tokens), plan, **more)
 
 
 def alone(prompt, max_tokens):
@@ -34,8 +36,11 @@ async def collect(ticket):
 
 
 @contextlib.asynccontextmanager
-async def running(engine, **limits):
-    loop = StepLoop(engine.step, **{"max_rows": 64, "max_waiting": 100} | limits)
+async def running(engine, depth=1, *, scheduled=True, **limits):
+    stats = engine.stats()
+    sizes = {"num_pages": stats.num_pages, "num_slots": stats.num_slots}
+    limits = Limits(**sizes | {"max_rows": 64, "max_waiting": 100} | limits)
+    loop = StepLoop(engine.step, limits, depth=depth, scheduled=scheduled)
     task = asyncio.ensure_future(loop.run())
     try:
         yield loop
@@ -79,19 +84,17 @@ async def test_a_cancelled_sequence_gives_its_pages_back_and_the_others_go_on():
 async def test_a_sequence_that_can_never_fit_is_refused_and_does_not_block_the_queue():
     engine = SimulatedEngine(num_pages=4)
     async with running(engine) as loop:
-        huge = loop.submit(sequence(engine, [1], 10_000))
-        small = loop.submit(sequence(engine, [2], 3))
-        with pytest.raises(NoFreeBlocks):
-            await collect(huge)
-        assert await collect(small) == alone([2], 3)
+        with pytest.raises(NoFreeBlocks, match="10000 tokens need 79 pages, this worker has 4"):
+            loop.submit(sequence(engine, [1], 10_000))
+        assert await collect(loop.submit(sequence(engine, [2], 3))) == alone([2], 3)
 
 
 async def test_a_full_queue_refuses_at_once():
     engine = SimulatedEngine()
-    loop = StepLoop(engine.step, max_rows=64, max_waiting=1)
-    loop.submit(sequence(engine, [1], 1))
-    with pytest.raises(Overloaded):
+    async with running(engine, max_waiting=1) as loop:
         loop.submit(sequence(engine, [1], 1))
+        with pytest.raises(Overloaded):
+            loop.submit(sequence(engine, [1], 1))
 
 
 async def test_a_failing_step_ends_its_sequences_and_the_loop_goes_on():
@@ -110,12 +113,94 @@ async def test_a_failing_step_ends_its_sequences_and_the_loop_goes_on():
         assert await collect(loop.submit(sequence(engine, [2], 3))) == alone([2], 3)
 
 
-class Stub:
-    def __init__(self, num_pending, generating):
-        self.num_pending = num_pending
-        self.generating = generating
+def stored(prompt):
+    """Payloads that a prefill of the prompt would have stored."""
+    engine, payloads = SimulatedEngine(), []
+    plan = plan_replay(len(prompt), window=128, replay_tokens=140)
+    if plan.start and plan.num_stored_blocks:
+        run = PrefillSequence(engine, prompt[: plan.start], hit=0, payloads=())
+        run.open()
+        payloads = [p for _, p in run.commit(*engine.step([run.rows(plan.start)])).blocks]
+        run.close()
+    return payloads
 
 
-def test_a_long_prompt_takes_only_what_generating_sequences_leave():
-    plan = plan_rows([Stub(1000, False), Stub(1, True), Stub(1, True), Stub(5, False)], 16)
-    assert plan == [(1, 1), (2, 1), (0, 14)]
+async def test_tokens_are_the_same_whatever_happens_around_a_sequence():
+    """Laws 1 and 2: arrivals, cancels, preemption, pipeline, drafts and their schedule change nothing."""
+    for seed in range(16):
+        rng = random.Random(seed)
+        depth, num_drafts = rng.choice([1, 2]), rng.choice([0, 1, 3, 5])
+        scheduled = rng.random() < 0.5
+        engine = SimulatedEngine(num_pages=10, num_slots=3)
+        rows = rng.choice([8, 40])
+        async with running(engine, depth, scheduled=scheduled, max_rows=rows) as loop:
+            wanted, given, cancelled = [], [], []
+            for _ in range(12):
+                prompt = [rng.randrange(2, 4000) for _ in range(rng.choice([1, 60, 128, 290, 500]))]
+                count = rng.randint(1, 150)
+                ticket = loop.submit(
+                    sequence(
+                        engine,
+                        prompt,
+                        count,
+                        payloads=stored(prompt),
+                        num_drafts=num_drafts,
+                        priority=rng.choice([0, 0, 1]),
+                    )
+                )
+                if rng.random() < 0.2:
+                    cancelled.append(ticket)
+                else:
+                    wanted.append(alone(prompt, count))
+                    given.append(asyncio.ensure_future(collect(ticket)))
+                for _ in range(rng.randint(0, 20)):
+                    await asyncio.sleep(0)
+                if cancelled and rng.random() < 0.5:
+                    cancelled.pop().close()
+            for ticket in cancelled:
+                ticket.close()
+            assert await asyncio.gather(*given) == wanted, f"seed {seed}"
+
+
+async def test_a_sequence_loses_its_pages_and_goes_on_where_it_was():
+    engine = SimulatedEngine(num_pages=4)
+    before = PREEMPTED._value.get()
+    prompts = [[7], [8], [9]]
+    async with running(engine) as loop:
+        tickets = [loop.submit(sequence(engine, prompt, 300)) for prompt in prompts]
+        results = await asyncio.gather(*map(collect, tickets))
+    assert results == [alone(prompt, 300) for prompt in prompts]
+    assert PREEMPTED._value.get() > before
+
+
+@pytest.mark.parametrize("length", [1, 2, 100, 500])
+async def test_choices_share_one_replay(length):
+    engine = SimulatedEngine()
+    prompt = [(3 * place + 5) % 4000 for place in range(length)]
+    params = [SamplingParams(max_tokens=9, temperature=1.0, seed=3, choice=c) for c in range(4)]
+    plan = plan_replay(length, window=128, replay_tokens=140)
+    rows = 0
+
+    def step(batch):
+        nonlocal rows
+        rows += sum(len(run.tokens) for run in batch)
+        return SimulatedEngine.step(engine, batch)
+
+    async with running(engine) as loop:
+        loop._step = step
+        first = DecodeSequence(engine, prompt, params[0], plan, payloads=stored(prompt))
+        tickets = [loop.submit(first, leads=True)]
+        tickets += [
+            loop.submit(
+                DecodeSequence(engine, prompt, each, plan, payloads=stored(prompt)),
+                leader=tickets[0],
+            )
+            for each in params[1:]
+        ]
+        results = await asyncio.gather(*map(collect, tickets))
+    assert len({tuple(result) for result in results}) == 4
+    for each, result in zip(params, results, strict=True):
+        items = list(generate_offline(SimulatedEngine(), prompt, each))
+        assert [item.token for item in items[:-1]] == result
+    # All but the last row of the prompt once; then nine rows for each choice.
+    assert rows == length - 1 - plan.replay_start + 4 * 9

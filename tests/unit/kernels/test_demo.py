@@ -11,6 +11,7 @@ from flashmesh.kernels.door import RowRun
 from flashmesh.kernels.engine import load_engine
 from flashmesh.kernels.engram import load_token_map
 from flashmesh.kernels.formats import stored
+from flashmesh.kernels.sampler import SequenceSampler
 from flashmesh.kernels.tensor_names import scale_name, tensors
 from flashmesh.kernels.weights import load_weights
 from flashmesh.types import SamplingParams
@@ -82,18 +83,20 @@ def test_router_biases_sinks_and_stream_bases_are_not_zero(folder):
 def test_greedy_text_is_neither_one_token_nor_one_of_near_ties(folder):
     engine = load_engine(folder, role="all", name="demo", num_pages=4, num_slots=1, threads=1)
     prompt = list(range(100, 140))
+    sampler = SequenceSampler(SamplingParams(), prompt, engine.info)
     with engine.open(golden.full_plan(96), []) as session:
         run = RowRun(
             session=session,
             tokens=prompt,
             num_logits=1,
-            sampling=SamplingParams(),
+            sampler=sampler,
             keep_logits=True,
         )
         drawn, gaps = [], []
         for _ in range(32):
             result = engine.step([run])[0]
             drawn += result.tokens
+            sampler.accept(result.tokens)
             best = result.logits[-1].topk(2).values
             gaps.append(float(best[0] - best[1]))
             run.tokens = result.tokens

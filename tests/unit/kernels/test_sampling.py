@@ -9,19 +9,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashmesh.errors import FlashmeshError
-from flashmesh.kernels.sampling import gumbel, philox, sample, support
+from flashmesh.kernels.sampling import (
+    RowContext,
+    TokenCounts,
+    gumbel,
+    philox,
+    process,
+    propose,
+    sample,
+    support,
+)
 from flashmesh.types import SamplingParams
 
 REAL_VOCAB = 129_280
 
 
-def one(row, position=0, **params):
-    tokens, logprobs = sample(
-        torch.as_tensor(row, dtype=torch.float32).unsqueeze(0),
-        [SamplingParams(**params)],
-        [position],
+def draw(row, position=0, counts=None, allowed=None, excluded=(), **params):
+    """Draws from one row of numbers."""
+    context = RowContext(
+        params=SamplingParams(**params),
+        position=position,
+        counts=counts,
+        allowed=allowed,
+        excluded=excluded,
     )
-    return tokens[0], logprobs[0]
+    return sample(torch.as_tensor(row, dtype=torch.float32).unsqueeze(0), [context])[0]
+
+
+def one(row, position=0, **params):
+    return draw(row, position, **params).token
 
 
 def kept(row, **params):
@@ -72,12 +88,12 @@ def test_noise_is_gumbel_distributed():
 def test_temperature_zero_takes_the_argmax_and_the_lowest_index_among_equals():
     row = torch.zeros(REAL_VOCAB)
     row[[70_000, 70_001, 129_279]] = 2.0
-    assert one(row)[0] == 70_000
+    assert one(row) == 70_000
 
 
 def test_minus_zero_equals_plus_zero():
-    assert one([-1.0, -0.0, 0.0])[0] == 1
-    assert one([-1.0, 0.0, -0.0])[0] == 1
+    assert one([-1.0, -0.0, 0.0]) == 1
+    assert one([-1.0, 0.0, -0.0]) == 1
     assert kept([-1.0, -0.0, 0.0], top_k=1) == [1]
     assert kept([-1.0, -0.0, 0.0], top_p=0.1) == [1]
 
@@ -157,10 +173,10 @@ def test_a_row_gives_the_same_token_and_logprob_whatever_shares_the_call(
 ):
     rows = torch.randn(num_rows, 512, generator=torch.Generator().manual_seed(seed % 997))
     params = SamplingParams(temperature=0.9, top_p=0.95, seed=seed, choice=choice)
-    tokens, logprobs = sample(rows, [params] * num_rows, range(position, position + num_rows))
+    contexts = [RowContext(params=params, position=position + i) for i in range(num_rows)]
+    together = sample(rows, contexts)
     for index in range(num_rows):
-        alone = sample(rows[index : index + 1], [params], [position + index])
-        assert alone == ([tokens[index]], [logprobs[index]])
+        assert sample(rows[index : index + 1], contexts[index : index + 1]) == [together[index]]
 
 
 def test_rows_of_the_real_vocabulary_do_not_depend_on_their_number():
@@ -169,12 +185,13 @@ def test_rows_of_the_real_vocabulary_do_not_depend_on_their_number():
     kinds = [
         SamplingParams(),
         SamplingParams(temperature=1.0, seed=3),
-        SamplingParams(temperature=1.0, top_k=50, seed=4),
+        SamplingParams(temperature=1.0, top_k=50, seed=4, top_logprobs=20),
         SamplingParams(temperature=0.7, top_p=0.9, min_p=0.01, seed=5),
     ] * 2
-    together = sample(rows, kinds, range(8))
-    alone = [sample(rows[i : i + 1], [kinds[i]], [i]) for i in range(8)]
-    assert together == ([t[0] for t, _ in alone], [p[0] for _, p in alone])
+    contexts = [RowContext(params=params, position=i) for i, params in enumerate(kinds)]
+    together = sample(rows, contexts)
+    alone = [sample(rows[i : i + 1], contexts[i : i + 1])[0] for i in range(8)]
+    assert together == alone
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
@@ -183,7 +200,8 @@ def test_tokens_follow_the_softmax(temperature):
     draws = 2000
     params = SamplingParams(temperature=temperature, seed=11)
     rows = torch.tensor(logits, dtype=torch.float32).expand(draws, -1)
-    tokens, _ = sample(rows, [params] * draws, range(draws))
+    drawn = sample(rows, [RowContext(params=params, position=i) for i in range(draws)])
+    tokens = [item.token for item in drawn]
     weights = np.exp(logits / temperature)
     expected = draws * weights / weights.sum()
     statistic = ((np.bincount(tokens, minlength=6) - expected) ** 2 / expected).sum()
@@ -195,43 +213,87 @@ def test_equal_seeds_draw_equal_tokens_and_other_choices_draw_others():
     first = one(row, 9, temperature=1.0, seed=5)
     assert one(row, 9, temperature=1.0, seed=5) == first
     others = {
-        one(row, 9, temperature=1.0, seed=5, choice=1)[0],
-        one(row, 9, temperature=1.0, seed=6)[0],
-        one(row, 10, temperature=1.0, seed=5)[0],
+        one(row, 9, temperature=1.0, seed=5, choice=1),
+        one(row, 9, temperature=1.0, seed=6),
+        one(row, 10, temperature=1.0, seed=5),
     }
-    assert first[0] not in others
+    assert first not in others
     assert len(others) == 3
 
 
 def test_the_logprob_is_that_of_the_raw_distribution():
     row = torch.randn(1000, generator=torch.Generator().manual_seed(1))
-    token, logprob = one(row, temperature=0.3, top_k=4, seed=2)
-    assert logprob == pytest.approx(row.double().log_softmax(0)[token].item(), abs=1e-12)
+    drawn = draw(row, temperature=0.3, top_k=4, seed=2)
+    assert drawn.logprob == pytest.approx(
+        row.double().log_softmax(0)[drawn.token].item(), abs=1e-12
+    )
 
 
 def test_an_excluded_token_is_never_drawn():
     row = torch.full((64,), -math.inf)
     row[[3, 40]] = 0.0
-    drawn = {one(row, p, temperature=5.0)[0] for p in range(40)}
+    drawn = {one(row, p, temperature=5.0) for p in range(40)}
     assert drawn == {3, 40}
 
 
 def test_extreme_temperatures_still_draw():
     row = torch.tensor([0.0, 1.0, 0.5])
-    assert one(row, temperature=1e-300)[0] == 1
-    assert {one(row, p, temperature=1e300)[0] for p in range(40)} == {0, 1, 2}
+    assert one(row, temperature=1e-300) == 1
+    assert {one(row, p, temperature=1e300) for p in range(40)} == {0, 1, 2}
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_logits_that_are_no_numbers_are_refused(bad):
-    with pytest.raises(FlashmeshError, match="row 1 .position 8."):
-        sample(torch.tensor([[0.0, 1.0], [bad, 0.0]]), [SamplingParams()] * 2, [7, 8])
+def test_a_row_of_no_numbers_fails_alone(bad):
+    contexts = [RowContext(params=SamplingParams(), position=p) for p in (7, 8, 9)]
+    first, second, third = sample(torch.tensor([[0.0, 1.0], [bad, 0.0], [3.0, 0.0]]), contexts)
+    assert (first.token, third.token) == (1, 0)
+    assert isinstance(second, FlashmeshError)
+    assert "position 8" in str(second)
 
 
-def test_a_row_without_any_allowed_token_is_refused():
-    with pytest.raises(FlashmeshError, match="row 0"):
-        one([-math.inf, -math.inf])
+def test_a_row_that_admits_no_token_fails():
+    assert isinstance(draw([-math.inf, -math.inf]), FlashmeshError)
+    nothing = np.zeros(2, dtype=bool)
+    assert "no token is allowed" in str(draw([1.0, 2.0], allowed=nothing))
 
 
-def test_no_rows_give_empty_lists():
-    assert sample(torch.empty(0, 16), [], []) == ([], [])
+def test_the_minimum_length_yields_where_only_the_end_is_left():
+    only_end = np.array([False, True, False])
+    assert draw([3.0, 1.0, 2.0], allowed=only_end, excluded=(1,)).token == 1
+    assert draw([3.0, 1.0, 2.0], allowed=~only_end, excluded=(0,)).token == 2
+
+
+def test_a_failure_known_before_stands_for_the_row():
+    failure = FlashmeshError("the grammar broke")
+    context = RowContext(params=SamplingParams(), position=1, failure=failure)
+    assert sample(torch.tensor([[1.0, 2.0]]), [context]) == [failure]
+    assert propose(torch.tensor([[1.0, 2.0]]), [context]) == [0]
+
+
+def test_penalties_follow_their_formulas():
+    counts = TokenCounts(np.array([0, 1, 2]), np.array([0, 1, 3], dtype=np.int32))
+    params = SamplingParams(repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25)
+    row = np.array([3.0, -1.0, 4.0, 5.0], dtype=np.float32)
+    context = RowContext(params=params, position=0, counts=counts)
+    assert process(row, context).tolist() == [1.5, -2.75, 0.75, 5.0]
+    assert row.tolist() == [3.0, -1.0, 4.0, 5.0]
+
+
+def test_bias_moves_a_logit_and_raw_figures_do_not_move():
+    biased = draw([1.0, 0.0], logit_bias=((1, 100.0),), top_logprobs=2)
+    assert biased.token == 1
+    assert biased.logprob == pytest.approx(-1 - math.log(1 + math.exp(-1)))
+    assert biased.top_ids == [0, 1]
+
+
+def test_the_likeliest_tokens_are_reported_with_ties_by_index():
+    row = np.zeros(REAL_VOCAB)
+    row[[9, 100_000, 5]] = [1.0, 3.0, 1.0]
+    drawn = draw(row, top_logprobs=4)
+    assert drawn.top_ids == [100_000, 5, 9, 0]
+    assert drawn.top_logprobs[0] == drawn.logprob
+    assert drawn.top_logprobs[1] == drawn.top_logprobs[0] - 2
+
+
+def test_no_rows_give_an_empty_list():
+    assert sample(torch.empty(0, 16), []) == []

@@ -85,7 +85,7 @@ def test_a_decode_needs_everything():
     assert needed == everything
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3, 64, 128])
+@pytest.mark.parametrize("num_ranks", [1, 3, 64])
 def test_ranks_share_the_routed_experts_and_nothing_else(num_ranks):
     config = released()
     ranks = [

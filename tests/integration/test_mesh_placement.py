@@ -1,0 +1,60 @@
+"""Where the router sends work: bursts spread, shared prefixes are computed once, whichever workers serve."""
+
+import asyncio
+
+import grpc.aio
+from support.mesh import start_mesh
+from support.prompts import offline_tokens, random_prompt
+
+from flashmesh.client import prompt_request
+from flashmesh.kernels.simulated import SimulatedEngine
+from flashmesh.types import SamplingParams
+from flashmesh.v1 import router_pb2_grpc
+
+ONE = SamplingParams(max_tokens=1)
+
+
+async def burst(address, prompts):
+    """Sends all at once; returns each one's tokens."""
+
+    async def ask(stub, prompt):
+        call = stub.Generate(prompt_request(prompt, ONE, seed=1), timeout=120)
+        return [token async for response in call for token in response.token_ids]
+
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = router_pb2_grpc.RouterStub(channel)
+        return await asyncio.gather(*(ask(stub, prompt) for prompt in prompts))
+
+
+def blocks_by_worker(mesh):
+    return {
+        name: mesh.metrics(name)["flashmesh_prefill_blocks_total"]
+        for name in mesh.names("prefill")
+    }
+
+
+async def test_a_burst_spreads_over_the_workers_and_a_shared_prefix_does_not(tmp_path):
+    settings = {
+        "model": {"sim_row_ms": 0.02},
+        "prefill": {"max_waiting": 64},
+        "decode": {"max_requests": 256},
+        "router": {"max_requests": 256, "stall_timeout_s": 60.0},
+    }
+    with start_mesh(tmp_path, num_prefill=4, overrides=settings) as mesh:
+        before = blocks_by_worker(mesh)
+        different = [random_prompt(4000, seed=seed) for seed in range(64)]
+        results = await burst(mesh.router_address, different)
+        spread = [after - before[name] for name, after in blocks_by_worker(mesh).items()]
+        assert sum(spread) == 64 * 30
+        assert max(spread) / min(spread) <= 1.5, spread
+        for prompt in different[:3]:
+            expected = offline_tokens(SimulatedEngine(), prompt, ONE)
+            assert expected == results[different.index(prompt)]
+
+        before = blocks_by_worker(mesh)
+        system = random_prompt(128 * 100, seed=1000)
+        sessions = [system + random_prompt(200, seed=seed) for seed in range(64)]
+        results = await burst(mesh.router_address, sessions)
+        computed = sum(blocks_by_worker(mesh).values()) - sum(before.values())
+        assert computed == 100
+        assert results[7] == offline_tokens(SimulatedEngine(), sessions[7], ONE)
