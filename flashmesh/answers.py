@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Part:
-    """A piece of an answer; the first one has the seed, the last one the reason and the counts."""
+    """A piece of an answer; the first one has the seed, the last one the reason, its stop string, and the counts."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -25,6 +25,8 @@ class Part:
     finish_reason: str = ""
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    choice: int = 0
+    stop: str = ""
 
 
 @dataclass(slots=True)
@@ -68,7 +70,7 @@ class Answer:
         if part.seed is not None:
             whole.seed = part.seed
         if part.finish_reason:
-            whole.finish_reason = part.finish_reason
+            whole.finish_reason, whole.stop = part.finish_reason, part.stop
             whole.prompt_tokens, whole.cached_tokens = part.prompt_tokens, part.cached_tokens
 
     def figures(self) -> str:
@@ -94,6 +96,7 @@ class Answer:
             "token_ids": whole.token_ids,
             "logprobs": whole.logprobs,
             "finish_reason": whole.finish_reason,
+            "stop": whole.stop,
             "seed": whole.seed,
             "prompt_tokens": whole.prompt_tokens,
             "cached_tokens": whole.cached_tokens,

@@ -11,7 +11,18 @@ import sys
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from flashmesh.commands import bench, generate, health, model, secret_files, serve, up
+from flashmesh.commands import (
+    bench,
+    chat,
+    generate,
+    health,
+    keys,
+    kv,
+    model,
+    secret_files,
+    serve,
+    up,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -25,7 +36,10 @@ SERVICES = {
 COMMANDS = {
     "up": (up, "start a whole mesh on this machine, answer a prompt, stay up until Ctrl-C"),
     "generate": (generate, "continue a prompt on a running mesh, or in this process (--offline)"),
+    "chat": (chat, "talk with a running mesh"),
     "health": (health, "ask a service for its health"),
+    "kv": (kv, "look into kvstore nodes: stat, ls, verify, evict"),
+    "keys": (keys, "draw an API key for the router's HTTP"),
     "secrets": (secret_files, "write the mesh token and the Redis password, keeping what is there"),
     "model": (model, "make checkpoints"),
     "bench": (bench, "measure"),

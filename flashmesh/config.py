@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
 from flashmesh.errors import ConfigError
+from flashmesh.tls import Tls
 
 if typing.TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,6 +43,10 @@ class MeshConfig:
         redis_password_file: read into the URL where the URL has none.
         token: secret that every call inside the mesh and every client carries.
         token_file: where to read `token` from.
+        tls_ca_file: PEM file of the authority; with the next two, every gRPC hop is mutual TLS, clients' too.
+        tls_cert_file: PEM file of this process's certificate.
+        tls_key_file: PEM file of its private key.
+        tls_server_name: name that every server's certificate has; empty expects the host that is called.
         log_level: DEBUG, INFO, WARNING or ERROR.
         heartbeat_interval_s: how often a process renews its registry record.
         heartbeat_ttl_s: how long a record outlives its last renewal; a worker that died gets new work until then.
@@ -53,6 +58,10 @@ class MeshConfig:
     redis_password_file: str = ""
     token: str = field(default="", repr=False)
     token_file: str = ""
+    tls_ca_file: str = ""
+    tls_cert_file: str = ""
+    tls_key_file: str = ""
+    tls_server_name: str = ""
     log_level: str = "INFO"
     heartbeat_interval_s: float = limits(1.0, 0.05, 60)
     heartbeat_ttl_s: float = limits(10.0, 0.2, 600)
@@ -61,6 +70,20 @@ class MeshConfig:
     def secret(self) -> str:
         """Returns the mesh token, or an empty string where none is configured."""
         return self.token or _read_secret(self.token_file, "mesh.token_file")
+
+    def tls(self) -> Tls | None:
+        """Returns the mesh's certificates, None where none are configured.
+
+        Raises:
+            ConfigError: some of the files are named and others not, or one cannot be read.
+        """
+        files = (self.tls_ca_file, self.tls_cert_file, self.tls_key_file)
+        if not any(files):
+            return None
+        if not all(files):
+            raise ConfigError("mesh.tls_ca_file, tls_cert_file and tls_key_file go together")
+        ca, cert, key = (Path(name).expanduser() for name in files)
+        return Tls.load(ca, cert, key, self.tls_server_name)
 
     def redis(self) -> str:
         """Returns the Redis URL with its password.
@@ -89,11 +112,12 @@ class ModelSection:
     """Which model to serve, and on what.
 
     Attributes:
-        path: checkpoint folder or hub id; "demo" is the small built-in one.
+        path: checkpoint folder or hub id; "demo" is the small trained one that is built in, "demo-random" one of random
+            weights.
         revision: of a hub id, which needs one: a commit, a tag or a branch; only a commit never moves.
         name: name that clients ask for.
         engine: "reference" computes; "simulated" plays the protocol without tensors (tests, scale runs).
-        cache_dir: where the built-in checkpoint is made.
+        cache_dir: where the random one is made.
         threads: CPU threads of a worker's engine; part of its numerics id.
         expand_below_mb: a worker whose weights take less than this as fp32 expands them once; others stay in their
             stored format and are expanded at every use.

@@ -5,7 +5,8 @@ turns a status back into the error, so that code on both sides of a hop handles 
 
     FlashmeshError
     ├── InvalidRequest          INVALID_ARGUMENT     the caller's fault: report it
-    │   └── PromptTooLong       INVALID_ARGUMENT
+    │   ├── PromptTooLong       INVALID_ARGUMENT
+    │   └── UnknownModel        INVALID_ARGUMENT
     ├── Overloaded              RESOURCE_EXHAUSTED   another replica, then report with a retry delay
     │   └── NoFreeBlocks        RESOURCE_EXHAUSTED
     ├── BlockNotFound           NOT_FOUND            recompute from the last held block
@@ -39,6 +40,10 @@ class InvalidRequest(FlashmeshError):
 
 class PromptTooLong(InvalidRequest):
     """Prompt and requested output do not fit the context."""
+
+
+class UnknownModel(InvalidRequest):
+    """No worker serves a model of this name."""
 
 
 class Overloaded(FlashmeshError):

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
+    from flashmesh.tls import Tls
+
 WORKERS = ("prefill", "decode")
 POLL_S = 0.02
 LOG_TAIL_LINES = 15
@@ -42,9 +44,11 @@ class MeshPlan:
         num_prefill, num_decode, num_kvstore: processes of each; there is one router.
         config: handed to every service; None means defaults.
         router_bind: host:port of the router; workers always take a free port on loopback.
+        http_bind: host:port of its HTTP server; empty for none.
         settings: section or process name ("decode", "decode-1", "mesh") to keys and values; they
             win over the file.
         env: further environment of every child.
+        tls: certificates of the mesh, where its configuration names some; for health checks.
         name_workers: register processes under their names here; off where other launchers share the
             Redis.
     """
@@ -55,8 +59,10 @@ class MeshPlan:
     num_kvstore: int = 1
     config: Path | None = None
     router_bind: str = "127.0.0.1:0"
+    http_bind: str = "127.0.0.1:0"
     settings: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
+    tls: Tls | None = None
     name_workers: bool = True
 
     def process_names(self) -> list[str]:
@@ -84,6 +90,7 @@ class Process:
         if plan.config is not None:
             self._argv += ["--config", str(plan.config)]
         self._env = _environment(self, plan)
+        self._tls = plan.tls
         self._popen: subprocess.Popen[bytes] | None = None
 
     def start(self) -> subprocess.Popen[bytes]:
@@ -128,6 +135,12 @@ class Process:
         return f"127.0.0.1:{self._ports()['port']}"
 
     @property
+    def http_address(self) -> str | None:
+        """host:port of its HTTP server; None where it has none. Known once it serves."""
+        port = self._ports().get("http_port")
+        return None if port is None else f"127.0.0.1:{port}"
+
+    @property
     def metrics_address(self) -> str:
         """host:port of its Prometheus endpoint; known once it serves."""
         return f"127.0.0.1:{self._ports()['metrics_port']}"
@@ -144,7 +157,9 @@ class Process:
                 f"{self.name} ended with status {self._popen.returncode}; "
                 f"{self.log_path} ends with:\n{self.log_tail()}"
             )
-        return self.port_file.exists() and health_status(self.address) == "SERVING"
+        return (
+            self.port_file.exists() and health_status(self.address, tls=self._tls) == "SERVING"
+        )
 
     def signal(self, number: int) -> None:
         """Sends a signal if the process lives."""
@@ -279,6 +294,8 @@ def _environment(process: Process, plan: MeshPlan) -> dict[str, str]:
             "port_file": process.port_file.absolute(),
         },
     }
+    if process.service == "router":
+        settings["router"]["http_bind"] = plan.http_bind
     if plan.name_workers:
         settings[process.service]["id"] = process.name
     for key, values in plan.settings.items():

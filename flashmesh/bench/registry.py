@@ -20,9 +20,22 @@ if TYPE_CHECKING:
 MODULES = {
     "mesh": "flashmesh.bench.mesh",
     "kv": "flashmesh.bench.kv",
+    "index": "flashmesh.bench.index",
+    "trace-cache": "flashmesh.bench.trace_cache",
     "model": "flashmesh.bench.model",
+    "engine": "flashmesh.bench.engine",
+    "router": "flashmesh.bench.router",
+    "trace": "flashmesh.bench.trace",
+    "agents": "flashmesh.bench.agents",
+    "demo": "flashmesh.bench.demo",
 }
 """Name to module; a module has `num_steps: int` and `run(advance) -> Iterator[Result]`."""
+
+SUITES = {
+    "all": list(MODULES),
+    "kv": ["kv", "index", "trace-cache"],
+}
+"""Names that stand for several benchmarks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +65,12 @@ class Benchmark(Protocol):
 
 
 def select(name: str) -> dict[str, Benchmark]:
-    """Imports the named benchmark, or all of them.
+    """Imports the named benchmark, or those of a suite.
 
     Raises:
         InvalidRequest: there is none of that name.
     """
-    names = list(MODULES) if name == "all" else [name]
+    names = SUITES.get(name, [name])
     if names[0] not in MODULES:
         raise InvalidRequest(f"no benchmark {name!r}; there are: all, {', '.join(MODULES)}")
     return {name: importlib.import_module(MODULES[name]) for name in names}

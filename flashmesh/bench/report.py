@@ -22,15 +22,23 @@ from rich.progress import (
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from flashmesh.bench.registry import Benchmark, Result
 
 
 def report(benchmarks: Mapping[str, Benchmark], json_path: Path | None) -> None:
-    """Measures, shows and writes."""
+    """Measures, shows and writes; what an error or Ctrl-C leaves unmeasured does not cost the rest."""
+    results: list[Result] = []
+    try:
+        results.extend(measure(benchmarks))
+    finally:
+        if results:
+            _report(results, json_path)
+
+
+def _report(results: Sequence[Result], json_path: Path | None) -> None:
     where = {"commit": commit(), "machine": machine()}
-    results = list(measure(benchmarks))
     if json_path is not None:
         lines = [
             json.dumps({"metric": r.metric, "value": r.value, "unit": r.unit, "n": r.n} | where)

@@ -33,8 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--top-p", type=float, default=1.0, metavar="P")
     add("--min-p", type=float, default=0.0, metavar="P")
     add("--seed", type=int, metavar="S", help="drawn where not given")
+    add(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before it; may be repeated"
+    )
     add("--ignore-eos", action="store_true", help="go on after the model's end token")
-    add("--token-ids", action="store_true", help="PROMPT and answer are token ids")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--chat", action="store_true", help="PROMPT is a question, to be answered")
+    how.add_argument("--token-ids", action="store_true", help="PROMPT and answer are token ids")
     add("--json", action="store_true", help="print one JSON object at the end")
 
 
@@ -45,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     params = sampling(args)
     source = offline if args.offline else remote
-    parts = source(args, parse_ids(prompt) if args.token_ids else prompt, params)
+    parts = source(args, read_prompt(args, prompt), params)
     answer = Answer()  # after an engine was loaded: its clock starts here
     with contextlib.closing(parts):  # Ctrl-C leaves the loop, and closing cancels the call
         for part in answer.watch(parts):
@@ -54,6 +59,15 @@ def run(args: argparse.Namespace) -> int:
     print(json.dumps(answer.as_json()) if args.json else "")
     print(f"[{answer.figures()}]", file=sys.stderr)
     return 0
+
+
+def read_prompt(args: argparse.Namespace, text: str) -> str | list[int]:
+    """Turns what was typed into a prompt."""
+    from flashmesh.chat_prompt import chat_prompt
+
+    if args.token_ids:
+        return parse_ids(text)
+    return chat_prompt(text) if args.chat else text
 
 
 def shown(part: Part, *, ids: bool) -> str:
@@ -99,8 +113,10 @@ def remote(
     from flashmesh.client import RouterClient, prompt_request
 
     address, token = mesh_file.find_router(args.address, args.config)
-    with RouterClient(address, token) as client:
-        yield from client.parts(prompt_request(prompt, params, seed=args.seed))
+    with RouterClient(address, token, mesh_file.find_tls(args.config)) as client:
+        if args.chat and isinstance(prompt, str):
+            prompt = client.tokenize(prompt, parse_special=True)
+        yield from client.parts(prompt_request(prompt, params, seed=args.seed, stops=args.stop))
 
 
 def offline(
@@ -112,4 +128,6 @@ def offline(
     # A token has at least one byte of text, so this bounds a text prompt too.
     num_prompt = len(prompt.encode()) if isinstance(prompt, str) else len(prompt)
     engine = Offline.open(args.config, max_tokens=num_prompt + args.max_tokens)
-    return engine.parts(prompt, with_seed(params, args.seed))
+    if args.chat and isinstance(prompt, str):
+        prompt = engine.codec.encode(prompt, parse_special=True)
+    return engine.parts(prompt, with_seed(params, args.seed), stops=args.stop)

@@ -71,11 +71,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _run(args: argparse.Namespace) -> int:
+    from flashmesh import mesh_file
     from flashmesh.kv_admin import KvAdmin
     from flashmesh.rpc import Channels
 
     addresses, token = await _nodes(args)
-    async with contextlib.aclosing(Channels(token)) as channels:
+    tls = mesh_file.find_tls(args.config)
+    async with contextlib.aclosing(Channels(token, tls)) as channels:
         status: int = await args.act(args, KvAdmin(channels), addresses)
         return status
 

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="show what a worker loads that shares the routed experts with others, N in all",
     )
     inspect.set_defaults(act=_inspect)
-    text = "write the built-in checkpoint (random weights) below OUT and print its folder"
+    text = "write a checkpoint of random weights below OUT and print its folder"
     make_demo = actions.add_parser("make-demo", help=text, description=text)
     make_demo.add_argument("out", type=Path, metavar="OUT")
     make_demo.set_defaults(act=_make_demo)

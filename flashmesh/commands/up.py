@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from flashmesh.config import MeshConfig, ModelSection
     from flashmesh.launcher import Mesh
 
-PROMPT = "A mesh of small services answers a prompt:"
+PROMPT = "What is flashmesh?"
 ANSWER_TOKENS = 32
 ANSWER_TIMEOUT_S = 120.0
 STOP_MARGIN_S = 5.0
@@ -68,8 +68,10 @@ def up(args: argparse.Namespace) -> int:
 
     kinds: dict[str, type] = {"mesh": MeshConfig, "model": ModelSection, "router": RouterConfig}
     sections: dict[str, Any] = config.load(args.config, kinds)
-    mesh_config, bind = sections["mesh"], sections["router"].bind
-    require_free(bind)
+    mesh_config, router = sections["mesh"], sections["router"]
+    require_free("bind", router.bind)
+    if router.http_bind:
+        require_free("http_bind", router.http_bind)
     folder = mesh_file.FOLDER / f"run-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     folder.mkdir(parents=True)
     print(f"starting router, prefill, decode and kvstore; logs in {folder}", flush=True)
@@ -81,14 +83,25 @@ def up(args: argparse.Namespace) -> int:
             num_decode=args.decode,
             num_kvstore=args.kvstore,
             config=args.config,
-            router_bind=bind,
+            router_bind=router.bind,
+            http_bind=router.http_bind,
+            tls=mesh_config.tls(),
             name_workers=not mesh_config.redis_url,
         )
         grace_s = mesh_config.drain_grace_s + STOP_MARGIN_S
         mesh = stack.enter_context(running_mesh(plan, folder, grace_s=grace_s))
         pids = {"launcher": os.getpid()} | {p.name: p.pid for p in mesh.processes.values()}
         token_file = os.path.abspath(mesh_config.token_file) if mesh_config.token_file else ""
-        stack.enter_context(mesh_file.announced(mesh.router_address, pids, token_file))
+        stack.enter_context(
+            mesh_file.announced(
+                mesh.router_address,
+                pids,
+                token_file,
+                http=mesh.processes["router"].http_address,
+                name=mesh_config.name,
+                redis_url=plan.redis_url,
+            )
+        )
         print(f"healthy after {time.perf_counter() - started:.1f} s\n", flush=True)
         answer_once(mesh, mesh_config, sections["model"], args.prompt)
         if args.once:
@@ -98,7 +111,7 @@ def up(args: argparse.Namespace) -> int:
     return 0
 
 
-def require_free(bind: str) -> None:
+def require_free(key: str, bind: str) -> None:
     """Refuses a router port that is taken, before anything starts.
 
     Raises:
@@ -113,8 +126,8 @@ def require_free(bind: str) -> None:
             probe.bind((host, int(port)))
         except OSError as error:
             raise ConfigError(
-                f"router.bind = {bind}: {error.strerror}; is another mesh up? "
-                "FLASHMESH_ROUTER__BIND=127.0.0.1:PORT chooses another port"
+                f"router.{key} = {bind}: {error.strerror}; is another mesh up? "
+                f"FLASHMESH_ROUTER__{key.upper()}=127.0.0.1:PORT chooses another port"
             ) from error
 
 
@@ -130,20 +143,21 @@ def private_redis_url(mesh: MeshConfig, folder: Path, stack: contextlib.ExitStac
 def answer_once(mesh: Mesh, config: MeshConfig, model: ModelSection, prompt: str) -> None:
     """Streams one answer to the terminal."""
     from flashmesh.answers import Answer
+    from flashmesh.chat_prompt import chat_prompt
     from flashmesh.client import RouterClient, prompt_request
     from flashmesh.types import SamplingParams
 
     if model.engine == "simulated":
         print(f"model:  {model.name}, simulated: the tokens below are hashes, not language")
     elif model.path == "demo":
-        print(f"model:  {model.name}, built in, with random weights: the text below is noise")
+        print(f"model:  {model.name}, built in and very small (docs/demo.md)")
     else:
         print(f"model:  {model.name} from {model.path}")
     print(f"prompt: {prompt}\nanswer: ", end="", flush=True)
     answer = Answer()
-    params = SamplingParams(max_tokens=ANSWER_TOKENS, ignore_eos=model.path == "demo")
-    with RouterClient(mesh.router_address, config.secret()) as client:
-        request = prompt_request(prompt, params)
+    params = SamplingParams(max_tokens=ANSWER_TOKENS, ignore_eos=model.engine == "simulated")
+    with RouterClient(mesh.router_address, config.secret(), config.tls()) as client:
+        request = prompt_request(client.tokenize(chat_prompt(prompt), parse_special=True), params)
         for part in answer.watch(client.parts(request, timeout_s=ANSWER_TIMEOUT_S)):
             print(part.text, end="", flush=True)
     print(f"\n[{answer.figures()}]\n", flush=True)
@@ -157,11 +171,15 @@ def print_how_to_call(mesh: Mesh) -> None:
             f"  pid {process.pid}"
         )
     print(
-        f'\ncall it:  flashmesh generate "Once upon a time"'
+        '\ncall it:  flashmesh generate --chat "What can you do?"'
         f"\n          any gRPC client: flashmesh.v1.Router/Generate at {mesh.router_address}"
-        "\nstop it:  Ctrl-C",
-        flush=True,
     )
+    if http := mesh.processes["router"].http_address:
+        print(
+            "          flashmesh chat"
+            f"\n          OpenAI clients: http://{http}/v1; Anthropic clients: http://{http}"
+        )
+    print("stop it:  Ctrl-C", flush=True)
 
 
 def keep_up(mesh: Mesh) -> None:

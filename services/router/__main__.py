@@ -15,7 +15,11 @@ from flashmesh.redis_client import connect
 from flashmesh.registry import Registry, RegistryView
 from flashmesh.rpc import Channels
 from flashmesh.services.router.config import RouterConfig
+from flashmesh.services.router.door import Door
 from flashmesh.services.router.generate import Mesh
+from flashmesh.services.router.http.app import App
+from flashmesh.services.router.http.keys import load_keys
+from flashmesh.services.router.http.server import HttpServer, listening
 from flashmesh.services.router.leases import Leases
 from flashmesh.services.router.replicas import Replicas
 from flashmesh.services.router.service import RouterServicer
@@ -39,10 +43,10 @@ def main(path: Path | None) -> None:
         codec = load_codec(model)
         redis = connect(mesh.redis())
         view = RegistryView(Registry(redis, mesh.name))
-        channels = Channels(mesh.secret())
+        channels = Channels(mesh.secret(), mesh.tls())
         client = KvClient(channels)
         leases = Leases(client, router.lease_ttl_s)
-        servicer = RouterServicer(
+        door = Door(
             Mesh(
                 router,
                 Replicas(view, router.worker_wait_s),
@@ -53,7 +57,7 @@ def main(path: Path | None) -> None:
             ),
             codec,
         )
-        router_pb2_grpc.add_RouterServicer_to_server(servicer, running.server)
+        router_pb2_grpc.add_RouterServicer_to_server(RouterServicer(door), running.server)
         running.service_names.append("flashmesh.v1.Router")
         record = new_record("router", router, running)
         async with (
@@ -61,12 +65,38 @@ def main(path: Path | None) -> None:
             contextlib.aclosing(channels),
             background(view.run(), leases.run()),
             registered(
-                mesh, record, running, lambda: {"num_sequences": servicer.num_requests}
+                mesh, record, running, lambda: {"num_sequences": door.num_requests}
             ) as leave,
+            http_door(door, mesh, running) as http,
         ):
-            yield leave
+
+            async def drain() -> None:
+                if http is not None:
+                    http.begin_drain()
+                await leave()
+
+            yield drain
 
     run("router", mesh, router, start)
+
+
+@contextlib.asynccontextmanager
+async def http_door(
+    door: Door, mesh: MeshConfig, running: Running
+) -> AsyncIterator[HttpServer | None]:
+    """Serves HTTP while the body runs, where that is configured.
+
+    Raises:
+        ConfigError: the address needs keys or cannot be bound, or the file of keys is not usable.
+    """
+    config = door.mesh.config
+    if not config.http_bind:
+        yield None
+        return
+    keys = load_keys(config, mesh.secret())
+    async with listening(App(door, keys), config.http_bind, mesh.drain_grace_s) as server:
+        running.further_ports["http_port"] = server.port
+        yield server
 
 
 if __name__ == "__main__":

@@ -19,6 +19,13 @@ class RouterConfig(ServiceConfig):
         lease_ttl_s: how long blocks outlive a router that died.
         worker_wait_s: how long a request waits for a worker to register.
         stall_timeout_s: a worker that sends nothing for so long counts as lost.
+        http_bind: host:port of the HTTP server; port 0 takes a free one, empty turns it off. Off loopback it needs API
+            keys or a mesh token.
+        api_keys_file: TOML file that `flashmesh keys` writes; without it every client on this host is admitted, or
+            those with the mesh token where there is one.
+        http_max_body_bytes: longest request body.
+        http_keep_alive_s: a stream without events gets a comment after so long.
+        http_send_timeout_s: a client that does not read for so long counts as gone.
     """
 
     bind: str = "127.0.0.1:7100"
@@ -29,3 +36,8 @@ class RouterConfig(ServiceConfig):
     lease_ttl_s: float = limits(30.0, 1, 300)
     worker_wait_s: float = limits(5.0, 0, 600)
     stall_timeout_s: float = limits(60.0, 1, 3600)
+    http_bind: str = "127.0.0.1:7180"
+    api_keys_file: str = ""
+    http_max_body_bytes: int = limits(16 * 1024 * 1024, 1024, 1 << 30)
+    http_keep_alive_s: float = limits(10.0, 0.01, 600)
+    http_send_timeout_s: float = limits(60.0, 1, 3600)

@@ -12,10 +12,11 @@ import asyncio
 import contextlib
 import logging
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import prometheus_client
 
+from flashmesh.computations import Computations
 from flashmesh.errors import (
     BlockNotFound,
     CorruptBlock,
@@ -28,7 +29,7 @@ from flashmesh.rpc import Channels, remaining_s
 from flashmesh.services.router.prefix import Call, Prefix
 from flashmesh.services.router.replicas import Replicas, numerics_of
 from flashmesh.services.router.streams import WorkerStream, read_beside
-from flashmesh.types import BLOCK_TOKENS, FinishReason
+from flashmesh.types import BLOCK_TOKENS, FinishReason, pages_for
 from flashmesh.v1 import (
     decode_pb2,
     decode_pb2_grpc,
@@ -39,7 +40,7 @@ from flashmesh.v1 import (
 from flashmesh.wire import finish_from_proto, sampling_to_proto
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Callable
 
     from flashmesh.index import IndexReader
     from flashmesh.kv_client import KvClient
@@ -64,11 +65,24 @@ INEXACT = prometheus_client.Counter(
 
 @dataclass(slots=True)
 class Tokens:
-    """What came out since the last one; `finish_reason` marks the last."""
+    """What came out of one choice since the last one; `finish_reason` marks its last.
 
-    tokens: list[int]
-    logprobs: list[float]
+    Attributes:
+        chunk: as the decode worker sent it.
+    """
+
+    chunk: decode_pb2.TokenChunk
     finish_reason: FinishReason | None = None
+
+    @property
+    def choice(self) -> int:
+        """Which answer these belong to."""
+        return self.chunk.choice
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens."""
+        return list(self.chunk.token_ids)
 
 
 @dataclass(slots=True)
@@ -81,6 +95,7 @@ class Mesh:
     leases: Leases
     client: KvClient
     channels: Channels
+    computations: Computations = field(default_factory=Computations)
 
 
 @dataclass(slots=True)
@@ -89,19 +104,37 @@ class Generation:
 
     Attributes:
         cached_tokens: tokens of the prompt that were stored when the first attempt began.
-        emitted: tokens that the client has.
+        emitted: tokens that the client has, by choice.
+        unfinished: choices that go on.
     """
 
     mesh: Mesh
     call: Call
     cached_tokens: int = 0
-    emitted: list[int] = field(default_factory=list)
+    emitted: dict[int, list[int]] = field(init=False)
+    unfinished: set[int] = field(init=False)
     _digest: bytes | None = None
     _numerics: str = ""
     _failed: set[str] = field(default_factory=set)
 
+    def __post_init__(self) -> None:
+        first = self.call.params.choice
+        self.unfinished = set(range(first, first + self.call.params.num_choices))
+        self.emitted = {choice: [] for choice in self.unfinished}
+
+    @property
+    def num_emitted(self) -> int:
+        """Tokens that the client has, all choices together."""
+        return sum(map(len, self.emitted.values()))
+
+    def end(self, choice: int, num_overrun: int) -> None:
+        """Ends a choice where decode has not: its last tokens are an overrun that the client does not get."""
+        self.unfinished.discard(choice)
+        if num_overrun:
+            del self.emitted[choice][-num_overrun:]
+
     async def run(self) -> AsyncGenerator[Tokens, None]:
-        """Yields tokens until one carries a finish reason.
+        """Yields tokens until every choice has had a finish reason.
 
         Raises:
             FlashmeshError: no attempt is left, or the error is the caller's.
@@ -111,9 +144,13 @@ class Generation:
             try:
                 async with contextlib.aclosing(self._attempt(attempt)) as stream:
                     async for tokens in stream:
-                        self.emitted += tokens.tokens
-                        yield tokens
+                        if tokens.choice not in self.unfinished:
+                            continue  # a stop string has ended it, which decode does not know
+                        self.emitted[tokens.choice] += tokens.token_ids
                         if tokens.finish_reason:
+                            self.unfinished.discard(tokens.choice)
+                        yield tokens
+                        if not self.unfinished:
                             ATTEMPTS.labels("finished").inc()
                             return
                 raise WorkerLost("decode ended the stream without a finish reason")
@@ -121,7 +158,7 @@ class Generation:
                 ATTEMPTS.labels(type(error).__name__).inc()
                 log.warning(
                     "attempt failed",
-                    extra={"attempt": attempt, "error": str(error), "emitted": len(self.emitted)},
+                    extra={"attempt": attempt, "error": str(error), "emitted": self.num_emitted},
                 )
                 if last:
                     raise
@@ -143,20 +180,23 @@ class Generation:
         prefix = Prefix(call, plan.num_stored_blocks, answering or nodes)
         if attempt:  # the index has just been wrong, or is about to be
             hit = await prefix.count_present(self.mesh.client)
+            self.mesh.index.forget(prefix.hashes)
         else:
             hit = await prefix.count_indexed(self.mesh.index)
-        if attempt == 0:
-            self.cached_tokens = hit * BLOCK_TOKENS
         lease_id = f"{call.request_id}/{attempt}"
-        async with (
-            self.mesh.leases.hold(lease_id, prefix.places, prefix.hashes),
-            contextlib.aclosing(self._stream(attempt, plan, hit, prefix.chain)) as stream,
-        ):
-            async for chunk in stream:
-                self._check_digest(chunk)
-                finish = finish_from_proto(chunk.finish_reason)
-                if chunk.token_ids or finish:
-                    yield Tokens(list(chunk.token_ids), list(chunk.logprobs), finish)
+        async with self.mesh.leases.hold(lease_id, prefix.places, prefix.hashes):
+            async for arrived in self.mesh.computations.arrivals(prefix.hashes, hit):
+                hit = arrived
+            if attempt == 0:
+                self.cached_tokens = hit * BLOCK_TOKENS
+            async with contextlib.aclosing(self._stream(attempt, plan, hit, prefix)) as stream:
+                async for chunk in stream:
+                    if chunk.prefix_digest:  # decode has read all of them
+                        self._check_digest(chunk.prefix_digest)
+                        prefix.confirm(self.mesh.index)
+                    finish = finish_from_proto(chunk.finish_reason)
+                    if chunk.token_ids or finish:
+                        yield Tokens(chunk, finish)
 
     async def _probe_nodes(self) -> None:
         """Finds kvstore nodes that the registry still lists and that do not answer any more."""
@@ -167,24 +207,35 @@ class Generation:
                 self._failed.add(node.epoch)
 
     async def _stream(
-        self, attempt: int, plan: ReplayPlan, hit: int, chain: types_pb2.BlockChain
+        self, attempt: int, plan: ReplayPlan, hit: int, prefix: Prefix
     ) -> AsyncGenerator[decode_pb2.TokenChunk, None]:
         """Runs prefill where it pays and decode beside it; either one's failure ends both."""
-        model = self.call.model
+        chain, model = prefix.chain, self.call.model
         missing = plan.start - hit * BLOCK_TOKENS if plan.num_stored_blocks else 0
         prefill = None
         if missing >= self.mesh.config.prefill_min_tokens:
-            prefill = self.mesh.replicas.choose("prefill", model, missing, self._failed)
+            prefill = self.mesh.replicas.choose_prefill(model, missing, self._failed)
         prefilling: WorkerStream | None = None
         async with contextlib.AsyncExitStack() as stack:
             if prefill is not None:
                 stack.enter_context(self.mesh.replicas.dispatched(prefill, missing))
+                claiming = stack.enter_context(contextlib.ExitStack())
+                claim = claiming.enter_context(self.mesh.computations.claim(prefix.hashes[hit:]))
+
+                def watch(progress: prefill_pb2.PrefillProgress | None) -> None:
+                    if progress is None:  # from now on the index knows
+                        claiming.close()
+                    else:
+                        claim.advance(progress.stored_blocks - hit)
+
                 prefilling = await stack.enter_async_context(
-                    self._open(prefill, self._prefill_request(attempt, plan, hit, chain))
+                    self._open(prefill, self._prefill_request(attempt, plan, hit, chain), watch)
                 )
                 await prefilling.read()  # decode is placed when prefill has begun
             decode = self._choose_decode()
-            stack.enter_context(self.mesh.replicas.dispatched(decode, 1))
+            stack.enter_context(
+                self.mesh.replicas.dispatched(decode, len(self.unfinished), self._num_pages())
+            )
             decoding = await stack.enter_async_context(
                 self._open(decode, self._decode_request(attempt, hit, chain, prefill is not None))
             )
@@ -192,10 +243,17 @@ class Generation:
                 async for chunk in chunks:
                     yield chunk
 
+    def _num_pages(self) -> int:
+        """Pages that the sequences hold when they start."""
+        length = len(self.call.prompt)
+        return sum(pages_for(length + len(self.emitted[choice])) for choice in self.unfinished)
+
     def _choose_decode(self) -> WorkerRecord:
         """Places the sequence; one that has emitted tokens stays on arithmetic that gives the same bits."""
-        numerics = self._numerics if self.emitted else ""
-        decode = self.mesh.replicas.choose("decode", self.call.model, 1, self._failed, numerics)
+        numerics = self._numerics if self.num_emitted else ""
+        decode = self.mesh.replicas.choose_decode(
+            self.call.model, self._num_pages(), len(self.unfinished), self._failed, numerics
+        )
         if decode is None:
             raise WorkerLost("no decode worker is registered")
         if numerics and numerics_of(decode) != numerics:
@@ -204,7 +262,10 @@ class Generation:
         return decode
 
     def _open(
-        self, worker: WorkerRecord, request: prefill_pb2.PrefillRequest | decode_pb2.DecodeRequest
+        self,
+        worker: WorkerRecord,
+        request: prefill_pb2.PrefillRequest | decode_pb2.DecodeRequest,
+        watch: Callable[[Any], None] = lambda message: None,
     ) -> WorkerStream:
         channel = self.mesh.channels.get(worker.address)
         method = (
@@ -213,7 +274,8 @@ class Generation:
             else decode_pb2_grpc.DecodeStub(channel).Decode
         )
         call = method(request, metadata=self.mesh.channels.metadata(), timeout=remaining_s())
-        return WorkerStream(worker, call, self.mesh.config.stall_timeout_s, self._failed.add)
+        stall_s = self.mesh.config.stall_timeout_s
+        return WorkerStream(worker, call, stall_s, self._failed.add, watch)
 
     def _prefill_request(
         self, attempt: int, plan: ReplayPlan, hit: int, chain: types_pb2.BlockChain
@@ -224,6 +286,7 @@ class Generation:
             token_ids=self.call.prompt[: plan.start],
             hit_tokens=hit * BLOCK_TOKENS,
             chain=chain,
+            priority=self.call.priority,
         )
 
     def _decode_request(
@@ -233,18 +296,20 @@ class Generation:
             request_id=self.call.request_id,
             attempt=attempt,
             prompt_token_ids=self.call.prompt,
-            forced_token_ids=self.emitted,
+            choices=[
+                decode_pb2.Choice(choice=choice, forced_token_ids=self.emitted[choice])
+                for choice in sorted(self.unfinished)
+            ],
             sampling=sampling_to_proto(self.call.params),
             chain=chain,
             hit_tokens=hit * BLOCK_TOKENS,
             prefill_running=prefill_running,
             replay_tokens=self.mesh.config.replay_tokens,
+            priority=self.call.priority,
         )
 
-    def _check_digest(self, chunk: decode_pb2.TokenChunk) -> None:
+    def _check_digest(self, digest: bytes) -> None:
         """Counts a stream that goes on over other bytes than its first tokens came from."""
-        if not chunk.prefix_digest:
-            return
-        if self.emitted and self._digest not in (None, chunk.prefix_digest):
+        if self.num_emitted and self._digest not in (None, digest):
             INEXACT.inc()
-        self._digest = chunk.prefix_digest
+        self._digest = digest

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from flashmesh import hashing
 from flashmesh.errors import FlashmeshError
-from flashmesh.index import EPOCH_BYTES, IndexReader
 from flashmesh.runs import place_runs
 from flashmesh.v1 import types_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from flashmesh.index import IndexReader
     from flashmesh.kv_client import KvClient
     from flashmesh.registry import WorkerRecord
     from flashmesh.types import ModelInfo, SamplingParams
@@ -32,6 +32,10 @@ class Call:
     prompt: Sequence[int]
     params: SamplingParams
     cache_salt: bytes = b""
+    tenant_salt: bytes = b""
+    priority: int = 0
+    stops: Sequence[str] = ()
+    include_stop: bool = False
 
 
 class Prefix:
@@ -53,7 +57,7 @@ class Prefix:
             fingerprint=call.model.fingerprint,
             layout_id=call.model.layout_id,
             gemm_quantized=call.model.gemm_quantized,
-            tenant_salt=b"",
+            tenant_salt=call.tenant_salt,
         )
         extras = b""
         if call.cache_salt:
@@ -74,20 +78,20 @@ class Prefix:
                 for place in self.places
             ],
         )
-        self._epochs = {node.id: bytes.fromhex(node.epoch)[:EPOCH_BYTES] for node in nodes}
+        epochs = {node.id: node.epoch for node in nodes}
+        self._owners = [epochs[place.node_id] for place in self.places]
 
     async def count_indexed(self, index: IndexReader) -> int:
         """Returns how many leading blocks the index claims; it may claim too many; 0 without an index."""
-        if not self.hashes:
-            return 0
         try:
-            found = await index.longest_prefix(self.hashes, set(self._epochs.values()))
+            return await index.longest_prefix(self.hashes, self._owners)
         except FlashmeshError as error:
             log.warning("going on without hits", extra={"error": str(error)})
             return 0
-        # A block helps only on the node that its run is placed on now: workers look nowhere else.
-        wanted = (self._epochs[p.node_id] for p in self.places for _ in range(p.num_blocks))
-        return _leading(owner == node for owner, node in zip(found, wanted, strict=False))
+
+    def confirm(self, index: IndexReader) -> None:
+        """Tells the index's local memory that all blocks are stored."""
+        index.confirm(self.hashes, self._owners)
 
     async def count_present(self, client: KvClient) -> int:
         """Returns how many leading blocks the nodes themselves have now."""

@@ -8,11 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import math
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from flashmesh.errors import Incompatible, InvalidRequest, WorkerLost
-from flashmesh.services.router.placement import ReplicaView, place
+from flashmesh.errors import Incompatible, UnknownModel, WorkerLost
+from flashmesh.services.router.placement import (
+    Choice,
+    DecodeView,
+    PrefillView,
+    place_decode,
+    place_prefill,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Set
@@ -20,7 +28,7 @@ if TYPE_CHECKING:
     from flashmesh.registry import RegistryView, WorkerRecord
     from flashmesh.types import ModelInfo
 
-_LOAD_KEY = {"prefill": "pending_rows", "decode": "num_sequences"}
+log = logging.getLogger(__name__)
 
 
 class Replicas:
@@ -35,12 +43,13 @@ class Replicas:
         self._view = view
         self._wait_s = wait_s
         self._dispatched: Counter[str] = Counter()
+        self._dispatched_pages: Counter[str] = Counter()
 
     async def wait_model(self, name: str) -> ModelInfo:
         """Returns the served model, waiting a little for a mesh that is still starting.
 
         Raises:
-            InvalidRequest: another model is served.
+            UnknownModel: another model is served.
             WorkerLost: no decode worker or no kvstore node is registered.
             Incompatible: decode workers disagree about the model's bytes.
         """
@@ -54,13 +63,18 @@ class Replicas:
             raise WorkerLost("no decode worker is registered")
         if name and all(model.name != name for model in models):
             served = ", ".join(sorted({model.name for model in models}))
-            raise InvalidRequest(f"model {name!r} is not served here; served: {served}")
+            raise UnknownModel(f"model {name!r} is not served here; served: {served}")
         chosen = next(model for model in models if not name or model.name == name)
         if any(m.name == chosen.name and not same_blocks(m, chosen) for m in models):
             raise Incompatible(
                 f"decode workers for {chosen.name} differ in weights, block layout or GEMM quantisation"
             )
         return chosen
+
+    def models(self) -> list[ModelInfo]:
+        """Returns the models that decode workers serve, by name."""
+        models = {w.model.name: w.model for w in self._view.workers("decode") if w.model}
+        return [models[name] for name in sorted(models)]
 
     async def wait_fresh(self, role: str, avoid: Set[str], wait_s: float) -> None:
         """Waits a little for a worker that has not failed: another one, or a failed one that started again."""
@@ -83,50 +97,92 @@ class Replicas:
             raise WorkerLost("no kvstore node is registered")
         return nodes
 
-    def choose(
-        self, role: str, model: ModelInfo, added: float, avoid: Set[str], numerics: str = ""
-    ) -> WorkerRecord | None:
-        """Places a request.
+    def choose_prefill(self, model: ModelInfo, rows: int, avoid: Set[str]) -> WorkerRecord | None:
+        """Places a prefill of so many rows; None where no worker serves the model.
 
         Args:
-            role: "prefill" or "decode".
             model: that the worker must hold.
-            added: load that the request brings.
+            rows: that it will run.
+            avoid: epochs of workers to take only if there is no other.
+        """
+        workers = self._serving("prefill", model)
+        choice = place_prefill(
+            (
+                PrefillView(
+                    id=worker.id,
+                    avoid=worker.epoch in avoid,
+                    reported_rows=worker.load.get("pending_rows", 0.0),
+                    dispatched_rows=self._dispatched[worker.id],
+                    rows_per_s=worker.load.get("rows_per_s", 0.0),
+                )
+                for worker in workers.values()
+            ),
+            rows,
+        )
+        return self._chosen(workers, choice)
+
+    def choose_decode(
+        self, model: ModelInfo, pages: int, sequences: int, avoid: Set[str], numerics: str
+    ) -> WorkerRecord | None:
+        """Places a request's sequences; None where no worker serves the model.
+
+        Args:
+            model: that the worker must hold.
+            pages: that they hold when they start.
+            sequences: how many.
             avoid: epochs of workers to take only if there is no other.
             numerics: numerics id to prefer, as only equal ones give equal bits; empty for any.
-
-        Returns:
-            None where no worker of the role serves the model.
         """
-        workers = {
+        workers = self._serving("decode", model)
+        choice = place_decode(
+            (
+                DecodeView(
+                    id=worker.id,
+                    avoid=worker.epoch in avoid
+                    or bool(numerics and numerics_of(worker) != numerics),
+                    kind=numerics_of(worker),
+                    reported_sequences=worker.load.get("num_sequences", 0.0),
+                    dispatched_sequences=self._dispatched[worker.id],
+                    reported_pages=worker.load.get("used_pages", 0.0),
+                    dispatched_pages=self._dispatched_pages[worker.id],
+                    num_pages=worker.capacity.get("num_pages", math.inf),
+                    step_base_s=worker.load.get("step_base_s", 0.0),
+                    step_row_s=worker.load.get("step_row_s", 0.0),
+                )
+                for worker in workers.values()
+            ),
+            pages,
+            sequences,
+        )
+        return self._chosen(workers, choice)
+
+    def _serving(self, role: str, model: ModelInfo) -> dict[str, WorkerRecord]:
+        return {
             worker.id: worker
             for worker in self._view.workers(role)
             if worker.model is not None and same_blocks(worker.model, model)
         }
-        choice = place(
-            (
-                ReplicaView(
-                    worker.id,
-                    float(worker.load.get(_LOAD_KEY[role], 0)),
-                    self._dispatched[worker.id],
-                    worker.epoch in avoid or bool(numerics and numerics_of(worker) != numerics),
-                )
-                for worker in workers.values()
-            ),
-            added,
-        )
-        return workers[choice.id] if choice else None
+
+    def _chosen(
+        self, workers: dict[str, WorkerRecord], choice: Choice | None
+    ) -> WorkerRecord | None:
+        if choice is None:
+            return None
+        log.debug("placed", extra={"worker": choice.id, "terms": dict(choice.terms)})
+        return workers[choice.id]
 
     @contextlib.contextmanager
-    def dispatched(self, worker: WorkerRecord, load: int) -> Iterator[None]:
-        """Counts load against a worker until the block ends."""
+    def dispatched(self, worker: WorkerRecord, load: int, pages: int = 0) -> Iterator[None]:
+        """Counts load, rows or sequences, and pages against a worker until the block ends."""
         self._dispatched[worker.id] += load
+        self._dispatched_pages[worker.id] += pages
         try:
             yield
         finally:
-            self._dispatched[worker.id] -= load
-            if not self._dispatched[worker.id]:
-                del self._dispatched[worker.id]
+            for counter, amount in ((self._dispatched, load), (self._dispatched_pages, pages)):
+                counter[worker.id] -= amount
+                if not counter[worker.id]:
+                    del counter[worker.id]
 
 
 def same_blocks(one: ModelInfo, other: ModelInfo) -> bool:

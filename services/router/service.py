@@ -1,184 +1,124 @@
-"""The router's gRPC door: a message becomes a validated `Call`, tokens become messages."""
+"""The router's gRPC door: a message becomes a request, tokens become messages."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import secrets
-import time
 from typing import TYPE_CHECKING
 
-import prometheus_client
-
-from flashmesh.errors import InvalidRequest, Overloaded, PromptTooLong
-from flashmesh.services.router.generate import Generation, Mesh
-from flashmesh.services.router.prefix import Call
-from flashmesh.telemetry import request_id
+from flashmesh.errors import InvalidRequest
+from flashmesh.services.router.door import counted, off_loop
+from flashmesh.stops import StoppedText, check_stops
+from flashmesh.types import FinishReason
 from flashmesh.v1 import router_pb2, router_pb2_grpc, types_pb2
 from flashmesh.wire import finish_to_proto, sampling_from_proto
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncGenerator, AsyncIterator
 
     import grpc.aio
 
-    from flashmesh.services.router.text import TextCodec
-    from flashmesh.types import ModelInfo, SamplingParams
-
-REQUESTS = prometheus_client.Gauge("flashmesh_router_requests", "Requests being served.")
-TTFT = prometheus_client.Histogram(
-    "flashmesh_router_first_token_seconds",
-    "Time to the first token.",
-    buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100),
-)
-PROMPT_TOKENS = prometheus_client.Counter("flashmesh_router_prompt_tokens_total", "Prompt tokens.")
-CACHED_TOKENS = prometheus_client.Counter(
-    "flashmesh_router_cached_tokens_total", "Prompt tokens whose global rows were stored."
-)
-MAX_SALT_BYTES = 256
-MAX_ID_CHARS = 128
+    from flashmesh.services.router.door import Door
+    from flashmesh.services.router.generate import Generation, Tokens
+    from flashmesh.services.router.prefix import Call
+    from flashmesh.types import ModelInfo
 
 
 class RouterServicer(router_pb2_grpc.RouterServicer):
     """Serves `Generate` and `Tokenize`."""
 
-    def __init__(self, mesh: Mesh, codec: TextCodec) -> None:
-        self._mesh = mesh
-        self._codec = codec
-        self._num_requests = 0
-
-    @property
-    def num_requests(self) -> int:
-        """Requests being served."""
-        return self._num_requests
+    def __init__(self, door: Door) -> None:
+        self._door = door
 
     async def Generate(  # noqa: N802
         self, request: router_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[router_pb2.GenerateResponse]:
         """Continues a prompt."""
-        with self._admitted():
-            call = self._validate(request, await self._mesh.replicas.wait_model(request.model))
-            generation = Generation(self._mesh, call)
-            async for response in self._respond(generation, call):
-                yield response
+        with self._door.admitted():
+            model = await self._door.mesh.replicas.wait_model(request.model)
+            generation = await self._start(request, model)
+            async with contextlib.aclosing(self._respond(generation)) as responses:
+                async for response in responses:
+                    yield response
 
     async def Tokenize(  # noqa: N802
         self, request: router_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
     ) -> router_pb2.TokenizeResponse:
         """Encodes text as `Generate` would."""
-        ids = self._codec.encode(request.text, parse_special=request.parse_special)
+        ids = await self._encode(request.text, parse_special=request.parse_special)
         return router_pb2.TokenizeResponse(token_ids=ids)
 
-    @contextlib.contextmanager
-    def _admitted(self) -> Iterator[None]:
-        if self._num_requests >= self._mesh.config.max_requests:
-            raise Overloaded(f"{self._num_requests} requests are here already; try again later")
-        request_id.set(checked_request_id(request_id.get()))
-        self._num_requests += 1
-        REQUESTS.set(self._num_requests)
-        try:
-            yield
-        finally:
-            self._num_requests -= 1
-            REQUESTS.set(self._num_requests)
+    async def _encode(self, text: str, *, parse_special: bool = False) -> list[int]:
+        encode = self._door.codec.encode
+        return await off_loop(len(text), lambda: encode(text, parse_special=parse_special))
 
-    def _validate(self, request: router_pb2.GenerateRequest, model: ModelInfo) -> Call:
+    async def _start(self, request: router_pb2.GenerateRequest, model: ModelInfo) -> Generation:
         match request.WhichOneof("prompt"):
             case "text":
-                prompt = self._codec.encode(request.text)
+                prompt = await self._encode(request.text)
             case "token_ids":
                 prompt = list(request.token_ids.ids)
             case _:
                 raise InvalidRequest("the request has no prompt")
-        params = with_seed(request.sampling)
-        check_prompt(prompt, params, model)
-        if len(request.cache_salt) > MAX_SALT_BYTES:
-            raise InvalidRequest(f"cache_salt is longer than {MAX_SALT_BYTES} bytes")
-        return Call(
-            request_id=request_id.get(),
-            model=model,
-            prompt=prompt,
-            params=params,
+        check_stops(request.stop)
+        sampling = request.sampling
+        return self._door.start(
+            model,
+            prompt,
+            sampling_from_proto(sampling),
+            seed=sampling.seed if sampling.HasField("seed") else None,
             cache_salt=request.cache_salt,
+            priority=request.priority,
+            stops=request.stop,
+            include_stop=request.include_stop,
         )
 
     async def _respond(
-        self, generation: Generation, call: Call
-    ) -> AsyncIterator[router_pb2.GenerateResponse]:
-        started = time.monotonic()
-        text = self._codec.stream()
+        self, generation: Generation
+    ) -> AsyncGenerator[router_pb2.GenerateResponse, None]:
+        call = generation.call
+        texts = {
+            choice: StoppedText(self._door.codec.stream(), call.stops, include=call.include_stop)
+            for choice in generation.unfinished
+        }
         first = True
-        async with contextlib.aclosing(generation.run()) as stream:
+        async with contextlib.aclosing(counted(generation)) as stream:
             async for tokens in stream:
-                response = router_pb2.GenerateResponse(
-                    request_id=call.request_id,
-                    token_ids=tokens.tokens,
-                    logprobs=tokens.logprobs,
-                    text=text.push(tokens.tokens),
-                )
+                response = self._response(generation, tokens, texts[tokens.choice])
+                response.request_id = call.request_id
                 if first:
-                    TTFT.observe(time.monotonic() - started)
                     response.seed = call.params.seed
                     first = False
-                if tokens.finish_reason:
-                    response.text += text.finish()
-                    response.finish_reason = finish_to_proto(tokens.finish_reason)
+                if not generation.unfinished:
                     response.usage.CopyFrom(usage(generation, call))
                 yield response
 
-
-def checked_request_id(given: str) -> str:
-    """Returns the caller's request id, or a new one where it gave none.
-
-    Raises:
-        InvalidRequest: it is too long to be a lease's name.
-    """
-    if len(given) > MAX_ID_CHARS:
-        raise InvalidRequest(f"the request id is longer than {MAX_ID_CHARS} characters")
-    return given or f"req-{secrets.token_hex(8)}"
-
-
-def with_seed(message: types_pb2.SamplingParams) -> SamplingParams:
-    """Unpacks sampling parameters; a missing seed is drawn here, so that every attempt shares it.
-
-    Raises:
-        InvalidRequest: a value is out of range.
-    """
-    params = sampling_from_proto(message)
-    if message.HasField("seed"):
-        return params
-    return dataclasses.replace(params, seed=secrets.randbits(64))
-
-
-def check_prompt(prompt: list[int], params: SamplingParams, model: ModelInfo) -> None:
-    """Refuses what the model cannot run, before any worker sees it.
-
-    Raises:
-        InvalidRequest, PromptTooLong: say what is wrong.
-    """
-    if not prompt:
-        raise InvalidRequest("the prompt is empty")
-    bad = next((place for place, token in enumerate(prompt) if token >= model.vocab_size), None)
-    if bad is not None:
-        raise InvalidRequest(
-            f"token id {prompt[bad]} at position {bad} is not in [0, {model.vocab_size})"
-        )
-    bad_stop = next((t for t in params.stop_token_ids if t >= model.vocab_size), None)
-    if bad_stop is not None:
-        raise InvalidRequest(f"stop token id {bad_stop} is not in [0, {model.vocab_size})")
-    if len(prompt) + params.max_tokens > model.max_context_tokens:
-        raise PromptTooLong(
-            f"prompt of {len(prompt)} tokens and max_tokens {params.max_tokens} exceed the context "
-            f"of {model.max_context_tokens}"
+    def _response(
+        self, generation: Generation, tokens: Tokens, text: StoppedText
+    ) -> router_pb2.GenerateResponse:
+        """Turns tokens into a message, and ends their choice where its text has met a stop string."""
+        chunk, finish = tokens.chunk, tokens.finish_reason
+        shown, count = text.push(chunk.token_ids)
+        if finish:
+            shown += text.finish()
+        if text.matched is not None:
+            generation.end(tokens.choice, len(chunk.token_ids) - count)
+            finish = FinishReason.STOP
+        return router_pb2.GenerateResponse(
+            choice=tokens.choice,
+            token_ids=chunk.token_ids[:count],
+            logprobs=chunk.logprobs[:count],
+            processed_logprobs=chunk.processed_logprobs[:count],
+            top_logprobs=chunk.top_logprobs[:count],
+            text=shown,
+            finish_reason=finish_to_proto(finish),
+            stop=text.matched or "",
         )
 
 
 def usage(generation: Generation, call: Call) -> types_pb2.Usage:
-    """Counts a finished request."""
-    PROMPT_TOKENS.inc(len(call.prompt))
-    CACHED_TOKENS.inc(generation.cached_tokens)
+    """Says what a finished request took."""
     return types_pb2.Usage(
         prompt_tokens=len(call.prompt),
         cached_tokens=generation.cached_tokens,
-        completion_tokens=len(generation.emitted),
+        completion_tokens=generation.num_emitted,
     )

@@ -23,6 +23,7 @@ class WorkerStream:
         call: the open call.
         stall_s: longest silence that counts as work.
         blame: told the worker's epoch when it is lost or overloaded.
+        watch: shown every message, and None at the end.
     """
 
     def __init__(
@@ -31,11 +32,13 @@ class WorkerStream:
         call: grpc.aio.UnaryStreamCall,
         stall_s: float,
         blame: Callable[[str], None],
+        watch: Callable[[Any], None] = lambda message: None,
     ) -> None:
         self._worker = worker
         self._call = call
         self._stall_s = stall_s
         self._blame = blame
+        self._watch = watch
 
     async def read(self, *, patient: bool = False) -> Any | None:
         """Returns the next message, None at the end.
@@ -51,7 +54,9 @@ class WorkerStream:
                 message = await self._call.read()
                 if message is grpc.aio.EOF:
                     await self._call.code()
+                    self._watch(None)
                     return None
+                self._watch(message)
                 return message
         except TimeoutError as error:
             self._blame(self._worker.epoch)

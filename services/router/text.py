@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from importlib import resources
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import deepseek_recipe
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from flashmesh.data import shipped_tokenizer
 from flashmesh.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -16,20 +18,40 @@ if TYPE_CHECKING:
 
 
 class TextCodec:
-    """A checkpoint's tokenizer."""
+    """A checkpoint's tokenizer; any number of threads may use it at once.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    Args:
+        tokenizer_json: text of the checkpoint's tokenizer.json.
+    """
+
+    def __init__(self, tokenizer_json: str) -> None:
+        self._json = tokenizer_json
+        self._tokenizer = Tokenizer.from_str(tokenizer_json)
+        self._tokenizer.encode_special_tokens = True  # their text is ordinary text
 
     @property
     def vocab_size(self) -> int:
         """Number of ids, added tokens included."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
+    @functools.cached_property
+    def recipe(self) -> deepseek_recipe.Tokenizer:
+        """The same tokenizer as deepseek-recipe takes it: with the text of special tokens as these tokens."""
+        return deepseek_recipe.Tokenizer.from_str(self._json)
+
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
-        """Returns the ids of a text; without `parse_special`, "<|eos|>" is just seven characters."""
-        self._tokenizer.encode_special_tokens = not parse_special
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        """Returns the ids of a text; without `parse_special`, "<|eos|>" is just seven characters.
+
+        Other threads run meanwhile.
+        """
+        if parse_special:
+            return self.recipe.encode(text)
+        # Of the library's ways to encode, this one alone lets other threads run.
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
+    def decode(self, tokens: list[int]) -> str:
+        """Returns the text of tokens, special ones included."""
+        return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
     def stream(self) -> TextStream:
         """Starts turning a stream of tokens into text."""
@@ -69,15 +91,9 @@ def load_codec(model: ModelSection) -> TextCodec:
     Raises:
         CheckpointError: there is none, or it cannot be read.
     """
-    if model.path == "demo":
-        return TextCodec(
-            Tokenizer.from_str(
-                resources.files("flashmesh.data").joinpath("tokenizer.json").read_text()
-            )
-        )
-    path = _tokenizer_file(model)
+    path = shipped_tokenizer(model.path) or _tokenizer_file(model)
     try:
-        return TextCodec(Tokenizer.from_file(str(path)))
+        return TextCodec(path.read_text())
     except Exception as error:  # the library raises a bare Exception
         raise CheckpointError(f"{path}: {error}") from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import os
 import shlex
 import socket
@@ -40,6 +41,7 @@ class Containers:
         self.run_folder = folder / "run"
         self.redis_port = free_port()
         self.addresses: dict[str, str] = {}
+        self.http_address = ""
         self._stack = stack
         (folder / "config").mkdir()
         for path in (ROOT / "config").iterdir():
@@ -76,6 +78,9 @@ class Containers:
         environment = {key: self._outside(value) for key, value in spec["environment"].items()}
         assert environment[section + "BIND"].startswith("0.0.0.0:")
         environment[section + "BIND"] = address
+        if (key := section + "HTTP_BIND") in environment:
+            environment[key] = f"127.0.0.1:{free_port()}"
+            self.http_address = environment[key]
         environment[section + "METRICS_PORT"] = "0"
         environment[section + "ADVERTISE"] = address
         environment["FLASHMESH_MODEL__ENGINE"] = "simulated"
@@ -104,6 +109,7 @@ class Containers:
 
     def _outside(self, text: str) -> str:
         text = text.replace("/run/flashmesh", str(self.run_folder))
+        text = text.replace("/var/lib/flashmesh", str(self.folder / "disk"))
         return text.replace("redis://redis:6379", f"redis://127.0.0.1:{self.redis_port}")
 
 
@@ -141,6 +147,16 @@ def test_a_wrong_token_is_refused(containers, token):
         ask(containers, token)
 
 
+@pytest.mark.parametrize(("token", "status"), [("drawn", 200), ("guess", 401)])
+def test_http_takes_the_drawn_token_as_a_key(containers, token, status):
+    if token == "drawn":
+        token = (containers.run_folder / "mesh_token").read_text().strip()
+    connection = http.client.HTTPConnection(containers.http_address, timeout=60)
+    with contextlib.closing(connection):
+        connection.request("GET", "/v1/models", headers={"authorization": f"Bearer {token}"})
+        assert connection.getresponse().status == status
+
+
 def test_redis_refuses_a_wrong_password(containers):
     import redis
 
@@ -153,7 +169,12 @@ def test_redis_refuses_a_wrong_password(containers):
 
 def test_only_the_router_is_published_and_on_loopback():
     published = {name: s["ports"] for name, s in COMPOSE["services"].items() if "ports" in s}
-    assert published == {"router": ["127.0.0.1:7100:7100"]}
+    assert published == {"router": ["127.0.0.1:7100:7100", "127.0.0.1:7180:7180"]}
+
+
+def test_every_kvstore_has_a_disk_of_its_own():
+    service = COMPOSE["services"]["kvstore"]
+    assert service["environment"]["FLASHMESH_KVSTORE__DISK_PATH"] in service["volumes"]
 
 
 def test_every_service_can_be_scaled_and_checked():

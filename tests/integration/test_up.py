@@ -20,7 +20,8 @@ END_LIMIT_S = 120.0
 
 
 def environment(extra):
-    return {**os.environ, "FLASHMESH_ROUTER__BIND": "127.0.0.1:0", **SIMULATED, **extra}
+    free = {f"FLASHMESH_ROUTER__{key}": "127.0.0.1:0" for key in ("BIND", "HTTP_BIND")}
+    return {**os.environ, **free, **SIMULATED, **extra}
 
 
 @contextlib.contextmanager
@@ -70,10 +71,15 @@ def children_of(pid):
 
 
 def generate(folder, *args):
+    return flashmesh(folder, "generate", *args)
+
+
+def flashmesh(folder, *args, text=None):
     return subprocess.run(
-        [sys.executable, "-P", "-m", "flashmesh.cli", "generate", *args],
+        [sys.executable, "-P", "-m", "flashmesh.cli", *args],
         cwd=folder,
         env=environment({}),
+        input=text,
         capture_output=True,
         text=True,
         timeout=END_LIMIT_S,
@@ -99,12 +105,17 @@ def test_a_signal_ends_everything_in_order(tmp_path, number):
     with running_up(tmp_path) as process:
         out = read_until(process, "stop it:")
         assert "flashmesh.v1.Router/Generate" in out
+        assert "OpenAI clients: http://127.0.0.1:" in out
         children = children_of(process.pid)
         assert children > set(pids_in(tmp_path).values())  # the services, and Redis
 
         answer = generate(tmp_path, "one two three", "--max-tokens", "7", "--ignore-eos", "--json")
         assert answer.returncode == 0, answer.stderr
         assert len(json.loads(answer.stdout)["token_ids"]) == 7
+
+        talk = flashmesh(tmp_path, "chat", "--no-think", "--max-tokens", "3", text="hello\n")
+        assert talk.returncode == 0, talk.stderr
+        assert talk.stdout.strip()
 
         process.send_signal(number)
         out, err = process.communicate(timeout=END_LIMIT_S)

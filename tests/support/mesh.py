@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
+    from flashmesh.tls import Tls
+
 START_TIMEOUT_S = 120.0
 """Against hangs only: generous, for a machine whose cores are shared."""
 
@@ -62,9 +64,9 @@ class Mesh:
         """host:port of a process's gRPC server."""
         return self.processes[name].address
 
-    def client(self, token: str = "") -> RouterClient:
+    def client(self, token: str = "", tls: Tls | None = None) -> RouterClient:
         """A blocking client of the router; a context manager."""
-        return RouterClient(self.router_address, token)
+        return RouterClient(self.router_address, token, tls)
 
     def router_channel(self) -> grpc.aio.Channel:
         """An asyncio channel to the router; an async context manager."""
@@ -131,6 +133,7 @@ def start_mesh(
     overrides: Mapping[str, Mapping[str, object]] | None = None,
     env: Mapping[str, str] | None = None,
     config: Path | None = None,
+    tls: Tls | None = None,
 ) -> Iterator[Mesh]:
     """Starts a mesh and yields it when every process is healthy.
 
@@ -140,6 +143,7 @@ def start_mesh(
         overrides: section ("decode", "mesh", "model") or process name ("decode-1") to settings.
         env: further environment of every process.
         config: a TOML file for every process.
+        tls: certificates that the settings name; for health checks.
     """
     settings: dict[str, dict[str, object]] = {
         "mesh": {"drain_grace_s": 2.0, "log_level": "DEBUG"},
@@ -156,6 +160,7 @@ def start_mesh(
             config=config,
             settings=settings,
             env=env or {},
+            tls=tls,
         )
         launched = LaunchedMesh(plan, folder)
         mesh = Mesh(launched, redis_url)

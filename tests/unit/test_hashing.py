@@ -1,5 +1,6 @@
 """The hash chain: golden values, and the same keys in every process."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashmesh import hashing
+from flashmesh.errors import Incompatible
 from flashmesh.types import BLOCK_TOKENS
 
 # The worked example of docs/hashing.md; computed there with hashlib and struct alone.
@@ -66,6 +68,57 @@ def test_fields_of_the_root_cannot_be_shifted_into_each_other():
 def test_extras_do_not_depend_on_their_order():
     one, two = (1, b"salt"), (3, b"image")
     assert hashing.encode_extras([one, two]) == hashing.encode_extras([two, one])
+
+
+def test_a_build_that_computes_other_keys_is_refused(monkeypatch):
+    hashing.check_scheme()
+    monkeypatch.setattr(hashing, "SCHEME", b"flashmesh-blocks-0")
+    with pytest.raises(Incompatible, match=CHAIN[1]):
+        hashing.check_scheme()
+
+
+def blocks_of(*, extras=(), **root_fields):
+    packed = hashing.encode_extras(extras)
+    return set(hashing.chain(root(**root_fields), range(5 * BLOCK_TOKENS), packed))
+
+
+WAYS_TO_DIFFER = {
+    "none": {},
+    "tenant salt": {"tenant_salt": b"X"},
+    "model fingerprint": {"fingerprint": bytes(32)},
+    "layout id": {"layout_id": bytes(16)},
+    "quantised": {"gemm_quantized": True},
+    "cache salt": {"extras": [(hashing.EXTRA_CACHE_SALT, b"X")]},
+    "adapter": {"extras": [(hashing.EXTRA_ADAPTER, b"X")]},
+    "image digest": {"extras": [(hashing.EXTRA_IMAGE, bytes(32))]},
+    "another image digest": {"extras": [(hashing.EXTRA_IMAGE, bytes(31) + b"X")]},
+    "salt and adapter": {"extras": [(1, b"X"), (2, b"X")]},
+    "salt of both": {"extras": [(1, b"X\2\1\0\0\0X")]},
+}
+
+
+def test_equal_requests_share_every_block():
+    for fields in WAYS_TO_DIFFER.values():
+        assert len(blocks_of(**fields) & blocks_of(**fields)) == 5
+
+
+@pytest.mark.parametrize(("one", "other"), [*itertools.combinations(WAYS_TO_DIFFER, 2)])
+def test_requests_that_differ_in_one_thing_share_no_block(one, other):
+    assert not blocks_of(**WAYS_TO_DIFFER[one]) & blocks_of(**WAYS_TO_DIFFER[other])
+
+
+@given(
+    tokens=st.lists(st.integers(1, 2**32 - 32), min_size=BLOCK_TOKENS, max_size=BLOCK_TOKENS),
+    place=st.integers(0, BLOCK_TOKENS - 2),
+)
+def test_neighbours_that_a_polynomial_hash_confuses_have_different_keys(tokens, place):
+    """31 x + y is the same for (x + 1, y - 31) and, the other way round, for (x - 1, y + 31)."""
+    for change in ((31, -1), (-1, 31)):
+        other = [*tokens]
+        for offset, difference in enumerate(change):
+            other[place + offset] = (other[place + offset] + difference) % 2**32
+        assert hashing.next_hash(root(), tokens) != hashing.next_hash(root(), other)
+        assert hashing.token_fingerprint(tokens) != hashing.token_fingerprint(other)
 
 
 @given(tokens=tokens_of_a_prompt)

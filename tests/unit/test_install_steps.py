@@ -13,11 +13,12 @@ def pip_installs(name: str) -> list[str]:
 
 
 def test_makefile_and_dockerfile_install_the_same_pins():
-    torch, rest = pip_installs("Makefile")
-    image_torch, image_rest = pip_installs("Dockerfile")
+    torch, rest, grammars = pip_installs("Makefile")
+    image_torch, image_rest, image_grammars = pip_installs("Dockerfile")
     assert torch == image_torch
     assert rest == "-c constraints.txt -e '.[dev]'"
-    assert image_rest == "-c constraints.txt ."
+    assert image_rest == "-c constraints.txt '.[grammar-cpu]' \\"
+    assert grammars == image_grammars == "-c constraints.txt --no-deps xgrammar"
     version = torch.removeprefix("-c constraints.txt ")
     assert version in (ROOT / "constraints.txt").read_text().splitlines()
 

@@ -33,6 +33,11 @@ def test_results_are_json_lines_with_commit_and_machine(tmp_path, capsys):
     assert "steps.middle" in capsys.readouterr().out
 
 
+def test_a_suite_is_several_benchmarks():
+    assert list(select("kv")) == ["kv", "index", "trace-cache"]
+    assert list(select("index")) == ["index"]
+
+
 def test_every_listed_benchmark_is_one():
     assert list(select("all")) == list(MODULES)
     assert all(benchmark.num_steps > 0 for benchmark in select("all").values())

@@ -55,7 +55,7 @@ async def test_a_grammar_that_takes_too_much_memory_is_refused_and_the_next_one_
         with pytest.raises(InvalidRequest, match="takes more than 128 MiB to compile"):
             await grammars.compile(GrammarSpec(kind=GrammarKind.JSON_SCHEMA, text=nested))
         with pytest.raises(InvalidRequest, match="too ambiguous"):
-            await grammars.compile(regex("((a*)*)*b"))
+            await grammars.compile(regex("((-*)*)*b"))
         with pytest.raises(InvalidRequest, match="parenthesis is not closed"):
             await grammars.compile(regex("(a"))
         assert (await grammars.compile(regex("a+"))).start().mask().any()
