@@ -8,7 +8,8 @@ turns a status back into the error, so that code on both sides of a hop handles 
     │   ├── PromptTooLong       INVALID_ARGUMENT
     │   └── UnknownModel        INVALID_ARGUMENT
     ├── Overloaded              RESOURCE_EXHAUSTED   another replica, then report with a retry delay
-    │   └── NoFreeBlocks        RESOURCE_EXHAUSTED
+    │   ├── NoFreeBlocks        RESOURCE_EXHAUSTED
+    │   └── QuotaExceeded       RESOURCE_EXHAUSTED   says when to come again
     ├── BlockNotFound           NOT_FOUND            recompute from the last held block
     ├── StaleEpoch              ABORTED              look the worker up again
     ├── Incompatible            FAILED_PRECONDITION  model, layout or block size differ: an operator's job
@@ -54,6 +55,14 @@ class Overloaded(FlashmeshError):
 
 class NoFreeBlocks(Overloaded):
     """No pages, window slots or store bytes are free."""
+
+
+class QuotaExceeded(Overloaded):
+    """A tenant has used up what it may for now; `retry_after_s` says for how long."""
+
+    def __init__(self, retry_after_s: float) -> None:
+        super().__init__(f"the key's quota is used up; try again in {retry_after_s:.1f} s")
+        self.retry_after_s = retry_after_s
 
 
 class BlockNotFound(FlashmeshError):

@@ -21,6 +21,7 @@ from flashmesh.services.router.http.app import App
 from flashmesh.services.router.http.keys import load_keys
 from flashmesh.services.router.http.server import HttpServer, listening
 from flashmesh.services.router.leases import Leases
+from flashmesh.services.router.quota import Quota, Quotas
 from flashmesh.services.router.replicas import Replicas
 from flashmesh.services.router.service import RouterServicer
 from flashmesh.services.router.text import load_codec
@@ -56,6 +57,14 @@ def main(path: Path | None) -> None:
                 channels,
             ),
             codec,
+            Quotas(
+                redis,
+                mesh.name,
+                Quota(
+                    requests_per_min=router.key_requests_per_min,
+                    tokens_per_min=router.key_tokens_per_min,
+                ),
+            ),
         )
         router_pb2_grpc.add_RouterServicer_to_server(RouterServicer(door), running.server)
         running.service_names.append("flashmesh.v1.Router")

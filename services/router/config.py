@@ -23,6 +23,8 @@ class RouterConfig(ServiceConfig):
             keys or a mesh token.
         api_keys_file: TOML file that `flashmesh keys` writes; without it every client on this host is admitted, or
             those with the mesh token where there is one.
+        key_requests_per_min: requests that each API key may make, over all routers; 0 for no limit.
+        key_tokens_per_min: tokens of prompts and answers that each may take; 0 for no limit.
         http_max_body_bytes: longest request body.
         http_keep_alive_s: a stream without events gets a comment after so long.
         http_send_timeout_s: a client that does not read for so long counts as gone.
@@ -38,6 +40,8 @@ class RouterConfig(ServiceConfig):
     stall_timeout_s: float = limits(60.0, 1, 3600)
     http_bind: str = "127.0.0.1:7180"
     api_keys_file: str = ""
+    key_requests_per_min: int = limits(0, 0, 1 << 31)
+    key_tokens_per_min: int = limits(0, 0, 1 << 40)
     http_max_body_bytes: int = limits(16 * 1024 * 1024, 1024, 1 << 30)
     http_keep_alive_s: float = limits(10.0, 0.01, 600)
     http_send_timeout_s: float = limits(60.0, 1, 3600)

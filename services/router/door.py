@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 
     from flashmesh.services.router.generate import Tokens
+    from flashmesh.services.router.quota import Quotas
     from flashmesh.services.router.text import TextCodec
     from flashmesh.types import ModelInfo, SamplingParams
 
@@ -51,11 +52,13 @@ class Door:
     Args:
         mesh: what serves it.
         codec: the served model's tokenizer.
+        quotas: what tenants may take.
     """
 
-    def __init__(self, mesh: Mesh, codec: TextCodec) -> None:
+    def __init__(self, mesh: Mesh, codec: TextCodec, quotas: Quotas) -> None:
         self.mesh = mesh
         self.codec = codec
+        self.quotas = quotas
         self.num_requests = 0
 
     @contextlib.contextmanager

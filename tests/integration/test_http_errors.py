@@ -300,6 +300,28 @@ def refuses(address):
     return False
 
 
+def test_a_key_that_has_used_up_its_quota_is_told_when_to_come_again(tmp_path):
+    keys, tables = zip(*(draw_key(name) for name in ("a", "b")), strict=True)
+    (tmp_path / "keys.toml").write_text("".join(tables))
+    settings = {
+        "router": {
+            "api_keys_file": tmp_path / "keys.toml",
+            "key_requests_per_min": 100,
+            "key_tokens_per_min": 60,
+        }
+    }
+    with start_mesh(tmp_path / "mesh", overrides=settings) as mesh:
+        base = f"http://{mesh.http_address}/v1"
+        with openai.OpenAI(base_url=base, api_key=keys[0], max_retries=0) as client:
+            used = chat(client, max_tokens=50).usage.total_tokens
+            assert used > 60
+            with pytest.raises(openai.RateLimitError, match="the key's quota is used up") as caught:
+                chat(client)
+        assert 1 <= int(caught.value.response.headers["retry-after"]) <= 60
+        with openai.OpenAI(base_url=base, api_key=keys[1], max_retries=0) as client:
+            chat(client)
+
+
 def test_keys_are_needed_where_there_are_any_and_tenants_share_no_block(tmp_path):
     keys, tables = zip(*(draw_key(name) for name in ("a", "b")), strict=True)
     (tmp_path / "keys.toml").write_text("".join(tables))

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from flashmesh.errors import DeadlineExceeded, InvalidRequest, UnknownModel, WorkerLost
 from flashmesh.rpc import start_deadline
 from flashmesh.services.router.door import counted, off_loop
-from flashmesh.services.router.http import completions, conversations
+from flashmesh.services.router.http import completions, recipe
+from flashmesh.services.router.http.conversations import Conversations
 from flashmesh.services.router.http.errors import describe, dump
 from flashmesh.services.router.http.fields import parse_object, take
 from flashmesh.services.router.http.receiving import PRIORITY_HEADER, deadline_s, whole_number
@@ -46,6 +47,11 @@ class Arrived:
     tenant: Tenant | None
     response: Response
 
+    @property
+    def tenant_name(self) -> str:
+        """Whose quota it counts against; empty for nobody's."""
+        return self.tenant.name if self.tenant else ""
+
 
 class Endpoints:
     """The routes' work.
@@ -56,20 +62,20 @@ class Endpoints:
 
     def __init__(self, door: Door) -> None:
         self._door = door
-        self._conversations = conversations.Conversations(door.codec)
+        self._conversations = Conversations(door.codec)
         self._started = time.time()
 
     async def chat(self, arrived: Arrived) -> None:
         """OpenAI's Chat Completions."""
-        await self._converse(arrived, conversations.CHAT)
+        await self._converse(arrived, recipe.CHAT)
 
     async def responses(self, arrived: Arrived) -> None:
         """OpenAI's Responses."""
-        await self._converse(arrived, conversations.RESPONSES)
+        await self._converse(arrived, recipe.RESPONSES)
 
     async def messages(self, arrived: Arrived) -> None:
         """Anthropic's Messages."""
-        await self._converse(arrived, conversations.MESSAGES)
+        await self._converse(arrived, recipe.MESSAGES)
 
     async def completion(self, arrived: Arrived) -> None:
         """OpenAI's Completions: raw text."""
@@ -84,7 +90,7 @@ class Endpoints:
             body, model = await self._parse(arrived)
             count = await off_loop(
                 len(arrived.body),
-                lambda: self._conversations.count(conversations.MESSAGES, body, model),
+                lambda: self._conversations.count(recipe.MESSAGES, body, model),
             )
         await arrived.response.whole(200, dump({"input_tokens": count}))
 
@@ -109,7 +115,7 @@ class Endpoints:
             raise WorkerLost("no decode worker is registered")
         await arrived.response.whole(200, dump({"status": "ok"}))
 
-    async def _converse(self, arrived: Arrived, api: conversations.Api) -> None:
+    async def _converse(self, arrived: Arrived, api: recipe.Api) -> None:
         await self._generate(
             arrived, lambda body, model, name: self._conversations.read(api, body, model, name)
         )
@@ -121,12 +127,15 @@ class Endpoints:
         with self._door.admitted():
             async with _until(until):
                 generation, reply = await self._begin(arrived, read)
-            if reply.stream:
-                await self._stream(generation, reply, arrived.response, until)
-            else:
-                async with _until(until):
-                    await _run(generation, reply, arrived.response)
-                await arrived.response.whole(200, reply.body())
+            try:
+                if reply.stream:
+                    await self._stream(generation, reply, arrived.response, until)
+                else:
+                    async with _until(until):
+                        await _run(generation, reply, arrived.response)
+                    await arrived.response.whole(200, reply.body())
+            finally:
+                self._door.quotas.charge_later(arrived.tenant_name, generation.num_emitted)
 
     async def _begin(self, arrived: Arrived, read: Read) -> tuple[Generation, Reply]:
         priority = whole_number(arrived.headers, PRIORITY_HEADER) or 0
@@ -142,6 +151,7 @@ class Endpoints:
             tenant_salt=arrived.tenant.salt if arrived.tenant else b"",
             priority=priority,
         )
+        await self._door.quotas.take(arrived.tenant_name, len(exchange.prompt))
         return generation, exchange.reply
 
     async def _stream(

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -109,6 +110,9 @@ def describe(error: BaseException) -> Problem:
             return Problem(400, str(error), "invalid_request_error")
         case errors.Unauthenticated():
             return Problem(401, str(error), "invalid_api_key", {"www-authenticate": "Bearer"})
+        case errors.QuotaExceeded():
+            wait = {"retry-after": str(math.ceil(error.retry_after_s))}
+            return Problem(429, str(error), "rate_limit_exceeded", wait)
         case errors.Overloaded():
             return Problem(429, "too many requests; try again later", "rate_limit_exceeded", retry)
         case errors.DeadlineExceeded():

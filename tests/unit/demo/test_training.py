@@ -14,7 +14,7 @@ from flashmesh.kernels.engram import token_map
 from tools.train_demo.backbone import Plan, Trainer, rate
 from tools.train_demo.batches import Supply
 from tools.train_demo.corpus import conversations
-from tools.train_demo.drafts import DraftTrainer, draw_anchors
+from tools.train_demo.drafts import DraftTrainer, draw_anchors, gumbel
 from tools.train_demo.export import export
 from tools.train_demo.losses import loss
 from tools.train_demo.network import Network
@@ -142,6 +142,19 @@ def test_the_learning_rate_rises_stays_and_falls():
     assert rates[1:4] == [1.0, 1.0, 1.0]
     assert rates[4] == pytest.approx(0.5)
     assert rates[5] == pytest.approx(0.05)
+
+
+def test_noise_is_gumbel_and_accepts_some_drafts_only():
+    noise = gumbel((2000, 8), torch.Generator().manual_seed(0))
+    assert torch.isfinite(noise).all()
+    assert noise.mean().item() == pytest.approx(0.5772, abs=0.03)  # Euler's constant
+    log_p = torch.tensor([0.7, 0.1, 0.1, 0.1, 1e-9, 1e-9, 1e-9, 1e-9]).log()
+    log_q = torch.tensor([0.3, 0.5, 0.1, 0.1, 1e-9, 1e-9, 1e-9, 1e-9]).log()
+    drawn = (log_p + noise).argmax(1)
+    assert (drawn == 0).float().mean().item() == pytest.approx(0.7, abs=0.04)
+    same = (drawn == (log_q + noise).argmax(1)).float().mean().item()
+    # Exact: 0.3/0.7 of token 0 is kept at least, and never more than the overlap of the two.
+    assert 0.4 < same <= 0.6 + 0.04
 
 
 def test_anchors_stand_where_the_next_token_counts():

@@ -9,12 +9,15 @@ from support.recipe import MODEL, codec
 from flashmesh.errors import InvalidRequest, Overloaded, PromptTooLong
 from flashmesh.services.router.config import RouterConfig
 from flashmesh.services.router.door import INLINE_CHARS, Door, off_loop
+from flashmesh.services.router.quota import Quota, Quotas
 from flashmesh.types import SamplingParams
 
 
 @pytest.fixture
 def door():
-    return Door(SimpleNamespace(config=RouterConfig(max_requests=2)), codec())
+    return Door(
+        SimpleNamespace(config=RouterConfig(max_requests=2)), codec(), Quotas(None, "test", Quota())
+    )
 
 
 def test_one_request_too_many_is_refused_and_each_is_counted_once(door):

@@ -14,6 +14,7 @@ from flashmesh.services.router.config import RouterConfig
 from flashmesh.services.router.door import Door
 from flashmesh.services.router.http.app import MODEL_PATH, App
 from flashmesh.services.router.http.keys import ApiKeys, Tenant, hash_key
+from flashmesh.services.router.quota import Quota, Quotas
 
 ROOT = Path(__file__).parents[5]
 SECRET = "a sentence of the prompt"
@@ -22,7 +23,10 @@ SECRET = "a sentence of the prompt"
 @pytest.fixture
 def app():
     mesh = SimpleNamespace(config=RouterConfig())
-    return App(Door(mesh, codec()), ApiKeys({hash_key("key"): Tenant("t", b"s" * 32)}))
+    return App(
+        Door(mesh, codec(), Quotas(None, "test", Quota())),
+        ApiKeys({hash_key("key"): Tenant("t", b"s" * 32)}),
+    )
 
 
 class Connection:

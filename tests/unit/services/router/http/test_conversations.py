@@ -15,7 +15,7 @@ from support.recipe import (
 )
 
 from flashmesh.errors import InvalidRequest
-from flashmesh.services.router.http.conversations import CHAT, MESSAGES, RESPONSES
+from flashmesh.services.router.http.recipe import CHAT, MESSAGES, RESPONSES
 from flashmesh.types import FinishReason, GrammarKind
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH

@@ -37,6 +37,12 @@ def test_every_error_has_its_status_and_only_the_callers_own_has_its_text(kind):
     assert ("retry-after" in problem.headers) == (problem.status in (429, 503))
 
 
+def test_a_quota_says_when_to_come_again():
+    problem = describe(errors.QuotaExceeded(2.3))
+    assert (problem.status, problem.headers["retry-after"]) == (429, "3")
+    assert "quota" in problem.message
+
+
 def test_the_two_shapes():
     problem = describe(HttpError(413, "too long"))
     assert json.loads(problem.body(anthropic=False, request_id="r")) == {
