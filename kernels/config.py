@@ -280,6 +280,11 @@ def _source_rules(c: ModelConfig) -> list[tuple[bool, str]]:
         (all(c.ratio(s) for s in index), "a source must not be a window-only layer"),
         (c.candidate_source_layer_id in kv, "candidate_source_layer_id must be a KV source"),
         (
+            all(layer < first for layer in c.engram_layer_ids),
+            # A prefill ends before the decoder half, whose first layer's rows it stores.
+            "engram_layer_ids must lie in the encoder half",
+        ),
+        (
             [s for s in sorted(kv) if s >= first] == [first],
             # A later one would need decoder states, so a prefill could not store its rows.
             "the first decoder layer must be the only KV source of the decoder half",

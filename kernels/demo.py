@@ -1,8 +1,9 @@
-"""The built-in checkpoint: this architecture at a few megabytes, in exactly the released format.
+"""The random checkpoint: this architecture at a few megabytes, in exactly the released format.
 
 Its weights are random, so its text is noise; everything else is as in the released model: all mechanisms, names,
 formats, draft tensors, and a tokenizer with the same special tokens. It is made on first use, in seconds, and equal on
-every machine with the same versions. `maker` writes the files; here are the sizes.
+every machine with the same versions. `maker` writes the files; here are the sizes. The trained demo checkpoint, which
+is shipped, is another one (`flashmesh.data.demo_folder`).
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ _VISION_SIZES: dict[str, Any] = {
 
 
 def demo_checkpoint(cache_dir: Path, *, seed: int = 0) -> Path:
-    """Returns the built-in checkpoint's folder, making it if it is not there yet."""
+    """Returns the random checkpoint's folder, making it if it is not there yet."""
     identity = json.dumps([MAKER_VERSION, seed, torch.__version__, demo_config()], sort_keys=True)
     folder = cache_dir / f"demo-random-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
     if not folder.is_dir():

@@ -1,4 +1,4 @@
-"""Writes checkpoints of random weights, in exactly the released format, for any small configuration.
+"""Writes checkpoints, of random weights or given ones, in exactly the released format.
 
 A tensor is drawn from a stream of its own, so no other tensor moves it, and the same seed gives the
 same bytes on every machine with the same versions. The sizes come from a `config.json`; what depends
@@ -28,7 +28,7 @@ from flashmesh.kernels.tensor_names import TensorSpec, scale_name, tensors, visi
 from flashmesh.kernels.vision_config import VisionConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from tokenizers import Tokenizer
     from torch import Tensor
@@ -87,24 +87,48 @@ def write_checkpoint(folder: Path, raw: Mapping[str, Any], tokenizer: str, *, se
         InvalidRequest: the model is too large to be made.
         OSError: the folder is there already, or could not be written.
     """
-    size = sum(math.prod(spec.shape) for spec in tensors(ModelConfig.from_dict(raw)))
+    config = ModelConfig.from_dict(raw)
+    size = sum(math.prod(spec.shape) for spec in tensors(config))
     if size > MAX_PARAMETERS:
         raise InvalidRequest(
             f"{size:,} parameters are too many to make, {MAX_PARAMETERS:,} at most"
         )
+    write_values(folder, raw, tokenizer, lambda spec: _values(spec, config, seed))
+
+
+def write_values(
+    folder: Path,
+    raw: Mapping[str, Any],
+    tokenizer: str,
+    values: Callable[[TensorSpec], Tensor],
+) -> None:
+    """Writes a checkpoint of given weights, each in its stored format.
+
+    Args:
+        folder: must not exist yet; it appears complete or not at all.
+        raw: config.json's contents.
+        tokenizer: tokenizer.json's text.
+        values: asked once for every tensor; fp32 of its logical shape.
+
+    Raises:
+        CheckpointError: `raw` describes no usable model.
+        OSError: the folder is there already, or could not be written.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=folder.name, dir=folder.parent))
     try:
         (temporary / "config.json").write_text(json.dumps(raw, indent=1))
         (temporary / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
-        _write_shards(temporary, raw, seed)
+        _write_shards(temporary, raw, values)
         temporary.chmod(0o755)
         temporary.rename(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _write_shards(folder: Path, raw: Mapping[str, Any], seed: int) -> None:
+def _write_shards(
+    folder: Path, raw: Mapping[str, Any], values: Callable[[TensorSpec], Tensor]
+) -> None:
     """Writes backbone, draft and the vision tower if there is one, a shard each, and their index."""
     config, vision = ModelConfig.from_dict(raw), VisionConfig.from_dict(raw)
     specs = {
@@ -113,23 +137,25 @@ def _write_shards(folder: Path, raw: Mapping[str, Any], seed: int) -> None:
     }
     if vision is not None:
         specs["vision"] = list(vision_tensors(vision, config.hidden_size))
-    shards = [_stored_values(part, config, seed) for part in specs.values()]
+    shards = [_stored_values(part, values) for part in specs.values()]
     weight_map: dict[str, str] = {}
     total = 0
-    for number, values in enumerate(shards, 1):
+    for number, shard in enumerate(shards, 1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file(values, folder / name)
-        weight_map |= dict.fromkeys(values, name)
-        total += sum(value.nbytes for value in values.values())
+        save_file(shard, folder / name)
+        weight_map |= dict.fromkeys(shard, name)
+        total += sum(value.nbytes for value in shard.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / INDEX_FILE).write_text(json.dumps(index, indent=1))
 
 
-def _stored_values(specs: list[TensorSpec], config: ModelConfig, seed: int) -> dict[str, Tensor]:
-    """Draws tensors and stores them in their formats, by name."""
+def _stored_values(
+    specs: list[TensorSpec], values: Callable[[TensorSpec], Tensor]
+) -> dict[str, Tensor]:
+    """Stores tensors in their formats, by name."""
     shard: dict[str, Tensor] = {}
     for spec in specs:
-        weight, scale = quantise(spec.kind, _values(spec, config, seed))
+        weight, scale = quantise(spec.kind, values(spec))
         shard[spec.name] = weight.contiguous()
         if scale is not None:
             shard[scale_name(spec.name)] = scale.contiguous()

@@ -57,7 +57,7 @@ def mxfp4_32(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     peak = blocks.abs().amax(-1, keepdim=True).clamp_(min=6 * 2.0**-126)
     scale = _power_of_two_above(peak * (1 / E2M1_MAX))
     codes = e2m1_codes(blocks / scale)
-    values = (_E2M1_VALUES[codes.long()] * scale).flatten(-2)
+    values = (_E2M1_VALUES.to(x.device)[codes.long()] * scale).flatten(-2)
     exponent = (scale.view(torch.int32) >> 23).to(torch.uint8)
     return _pack_nibbles(codes.flatten(-2)), exponent.squeeze(-1), values
 
@@ -76,7 +76,7 @@ def nvfp4_16(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     scale_code = (peak / E2M1_MAX).clamp_(max=E4M3_MAX).to(torch.float8_e4m3fn)
     scale = scale_code.float()
     codes = e2m1_codes(blocks / scale)
-    values = (_E2M1_VALUES[codes.long()] * scale).flatten(-2)
+    values = (_E2M1_VALUES.to(x.device)[codes.long()] * scale).flatten(-2)
     return _pack_nibbles(codes.flatten(-2)), scale_code.view(torch.uint8).squeeze(-1), values
 
 
@@ -104,7 +104,8 @@ def _power_of_two_above(x: Tensor) -> Tensor:
 
 def e2m1_codes(x: Tensor) -> Tensor:
     """Nearest e2m1 code of fp32 values, saturating; a negative value keeps its sign even at zero."""
-    magnitude = torch.bucketize(x.abs(), _STEPS, out_int32=True, right=True).to(torch.uint8)
+    magnitude = torch.bucketize(x.abs(), _STEPS.to(x.device), out_int32=True, right=True)
+    magnitude = magnitude.to(torch.uint8)
     return magnitude | (torch.signbit(x).to(torch.uint8) << 3)
 
 

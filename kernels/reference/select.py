@@ -16,8 +16,8 @@ def order_keys(values: Tensor) -> Tensor:
     """Returns int64 keys `[..., n]` whose descending order is the total order of fp32 `values`."""
     bits = (values + 0.0).view(torch.int32)  # adding 0 makes -0 +0
     rising = torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).long()
-    index = torch.arange(values.shape[-1], dtype=torch.int64)
-    return (rising << 32) + (0xFFFFFFFF - index)
+    index = torch.arange(values.shape[-1], dtype=torch.int64, device=values.device)
+    return (rising << 32) - index
 
 
 def top_sorted(values: Tensor, count: int) -> Tensor:

@@ -1,14 +1,13 @@
 """The mesh on the real engine: the same tokens alone, in a batch, in any chunks, cold, resent, offline or served."""
 
 import threading
-from pathlib import Path
 
 import pytest
 from support.mesh import start_mesh
 from support.prompts import mesh_answer, offline_tokens, random_prompt
 from support.waiting import wait_until
 
-from flashmesh.kernels.demo import demo_checkpoint
+from flashmesh.data import demo_folder
 from flashmesh.kernels.engine import load_engine
 from flashmesh.types import SamplingParams
 
@@ -17,9 +16,8 @@ PARAMS = SamplingParams(max_tokens=10, temperature=0.8, top_p=0.95, seed=11)
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory):
-    folder = demo_checkpoint(Path(tmp_path_factory.mktemp("demo")))
-    return load_engine(folder, role="all", name="demo", num_pages=64, num_slots=2)
+def engine():
+    return load_engine(demo_folder(), role="all", name="demo", num_pages=64, num_slots=2)
 
 
 @pytest.fixture(scope="module")

@@ -29,6 +29,7 @@ NUM_STEPS = 20
 @pytest.fixture(scope="module")
 def small():
     """A configuration that takes a fraction of a second a step, and its data."""
+    torch.set_num_threads(1)  # more would sum gradients in an order that changes
     tokenizer = Tokenizer.from_file(str(TOKENIZER))
     sizes = {"hidden_size": 64, "hc_sinkhorn_iters": 3, "engram_vocab_size": 300}
     raw = trained_config(tokenizer, index_topk=16, **sizes)

@@ -63,6 +63,7 @@ def test_every_problem_of_the_values_is_named_at_once(raw):
         ({"index_source_layer_ids": [0, 1, 3, 4, 6]}, "window-only layer"),
         ({"candidate_source_layer_id": 6}, "must be a KV source"),
         ({"engram_num_embeddings": [462]}, "differ in length"),
+        ({"engram_layer_ids": [1, 4]}, "engram_layer_ids must lie in the encoder half"),
     ],
 )
 def test_a_map_that_cannot_run_is_refused(raw, change, message):
