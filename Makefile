@@ -34,7 +34,7 @@ up: setup ## Start a whole mesh on this machine, answer a prompt, stay up until 
 	@exec $(BIN)/flashmesh up --config config/local.toml $(ARGS)
 
 test: setup ## Run the whole suite (ARGS="-k word" selects).
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 soak: setup ## Kill decode workers at random tokens, many times over (SEEDS=20).
 	FLASHMESH_SEEDS=$(or $(SEEDS),20) $(BIN)/python -m pytest tests/integration/test_mesh_engines.py -k killed $(ARGS)
