@@ -124,8 +124,8 @@ class IndexReader:
                 return known
             raise WorkerLost(f"the index cannot be asked: {error}") from error
         self._recent.confirm(hashes[first : first + found], owners[run:])
-        # Redis may not know yet of what was confirmed a moment ago.
-        return max(known, first + int(found))
+        # Redis may not know yet of what was confirmed a moment ago, or while it was asked.
+        return max(self._recent.count(hashes, owners), first + int(found))
 
     def confirm(self, hashes: Sequence[BlockHash], owners: Sequence[str]) -> None:
         """Remembers blocks that are known to be stored, before their node has claimed them.

@@ -157,9 +157,7 @@ class Process:
                 f"{self.name} ended with status {self._popen.returncode}; "
                 f"{self.log_path} ends with:\n{self.log_tail()}"
             )
-        return (
-            self.port_file.exists() and health_status(self.address, tls=self._tls) == "SERVING"
-        )
+        return self.port_file.exists() and health_status(self.address, tls=self._tls) == "SERVING"
 
     def signal(self, number: int) -> None:
         """Sends a signal if the process lives."""

@@ -178,13 +178,14 @@ class Generation:
         nodes = self.mesh.replicas.nodes()
         answering = [node for node in nodes if node.epoch not in self._failed]
         prefix = Prefix(call, plan.num_stored_blocks, answering or nodes)
-        if attempt:  # the index has just been wrong, or is about to be
-            hit = await prefix.count_present(self.mesh.client)
-            self.mesh.index.forget(prefix.hashes)
-        else:
-            hit = await prefix.count_indexed(self.mesh.index)
         lease_id = f"{call.request_id}/{attempt}"
         async with self.mesh.leases.hold(lease_id, prefix.places, prefix.hashes):
+            if attempt:  # the index has just been wrong, or is about to be
+                hit = await prefix.count_present(self.mesh.client)
+                self.mesh.index.forget(prefix.hashes)
+            else:
+                hit = await prefix.count_indexed(self.mesh.index)
+            # Nothing is awaited between what is known to be stored, or computed, and this request's own claim.
             async for arrived in self.mesh.computations.arrivals(prefix.hashes, hit):
                 hit = arrived
             if attempt == 0:
@@ -223,7 +224,8 @@ class Generation:
                 claim = claiming.enter_context(self.mesh.computations.claim(prefix.hashes[hit:]))
 
                 def watch(progress: prefill_pb2.PrefillProgress | None) -> None:
-                    if progress is None:  # from now on the index knows
+                    if progress is None:
+                        prefix.confirm(self.mesh.index)  # before others stop waiting for the blocks
                         claiming.close()
                     else:
                         claim.advance(progress.stored_blocks - hit)

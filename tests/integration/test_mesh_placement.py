@@ -28,8 +28,7 @@ async def burst(address, prompts):
 
 def blocks_by_worker(mesh):
     return {
-        name: mesh.metrics(name)["flashmesh_prefill_blocks_total"]
-        for name in mesh.names("prefill")
+        name: mesh.metrics(name)["flashmesh_prefill_blocks_total"] for name in mesh.names("prefill")
     }
 
 
