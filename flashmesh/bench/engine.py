@@ -3,6 +3,7 @@
 All in this process, on the built-in checkpoint and the step loop of the services, but for `failover.pause_ms`, which
 needs a mesh.
 
+Prompts of `spec.*` are held-out conversations of the built-in checkpoint, the others are random.
 `engine.decode_tokens_per_s.bN`: N streams at once, without drafts. `engine.step_share.*`: of the time that N = 32
 streams take: making plans, the model, drawing tokens, handing them out. `spec.time_per_token_ratio`: time a token with
 drafts over without, one stream, in turns. `spec.accepted_per_round`: drafts that were right, of five a round, at
@@ -37,7 +38,7 @@ from flashmesh.redis_server import private_redis
 from flashmesh.replay import plan_replay
 from flashmesh.scheduling import Limits
 from flashmesh.stepping import STEP_SECONDS, StepLoop
-from flashmesh.types import GrammarKind, GrammarSpec, SamplingParams
+from flashmesh.types import BLOCK_TOKENS, GrammarKind, GrammarSpec, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -55,6 +56,7 @@ NUM_TOKENS = 48
 PROMPT_TOKENS = 40
 NUM_PAIRS = 5
 NUM_ROUNDS = 60
+MIN_ANSWER_TOKENS = 24
 REPLAY_TOKENS = 140
 PREFILL_TOKENS = 4096
 FORCED_TOKENS = 4000
@@ -94,19 +96,22 @@ class Bench:
     def sequence(
         self,
         params: SamplingParams,
+        prompt: Sequence[int] | None = None,
         *,
         num_drafts: int = 0,
         forced: Sequence[int] = (),
         grammar: Matcher | None = None,
     ) -> DecodeSequence:
-        """A fresh sequence over a random prompt, short enough to need no prefill."""
+        """A fresh sequence over a prompt, by default a random one, short enough to need no prefill."""
         from flashmesh.kernels.sequence import DecodeSequence
 
+        prompt = prompt or self.tokens(PROMPT_TOKENS)
+        window = self.engine.info.window
         return DecodeSequence(
             self.engine,
-            self.tokens(PROMPT_TOKENS),
+            prompt,
             params,
-            plan_replay(PROMPT_TOKENS, window=self.engine.info.window, replay_tokens=REPLAY_TOKENS),
+            plan_replay(len(prompt), window=window, replay_tokens=REPLAY_TOKENS),
             num_drafts=num_drafts,
             forced=forced,
             grammar=grammar,
@@ -169,13 +174,13 @@ class Bench:
 
     async def speedup(self) -> Result:
         """One stream with drafts and without, in turns, greedily."""
-        params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+        params = SamplingParams(max_tokens=NUM_TOKENS)
         ratios = []
         async with self.loop() as loop:
-            for pair in range(NUM_PAIRS):
+            for pair, prompt in zip(range(NUM_PAIRS), conversations(), strict=False):
                 took: dict[int, float] = {}
                 for num_drafts in (0, 5) if pair % 2 else (5, 0):
-                    ticket = loop.submit(self.sequence(params, num_drafts=num_drafts))
+                    ticket = loop.submit(self.sequence(params, prompt, num_drafts=num_drafts))
                     times = await arrivals(ticket)
                     took[num_drafts] = times[-1] - times[0]
                     self.advance()
@@ -217,16 +222,18 @@ class Bench:
                 draft_logits.append(value[0].clone())
 
         usual, model.observe = model.observe, observe
-        params = SamplingParams(max_tokens=NUM_TOKENS, temperature=1.0, ignore_eos=True)
+        params = SamplingParams(max_tokens=NUM_TOKENS, temperature=1.0)
         try:
-            while len(coupled) < NUM_ROUNDS:
-                sequence = self.sequence(params, num_drafts=5)
+            for prompt in conversations():
+                if len(coupled) >= NUM_ROUNDS:
+                    break
+                sequence = self.sequence(params, prompt, num_drafts=5)
                 with contextlib.closing(sequence):
                     sequence.open(None)
                     done = False
                     while not done:
                         count = len(sequence.confidences)
-                        rows = sequence.rows(PROMPT_TOKENS, count)
+                        rows = sequence.rows(len(prompt), count)
                         rows.keep_logits = True
                         proposed = draft_logits[-5:]
                         draft_logits.clear()
@@ -286,6 +293,16 @@ class Bench:
             if after > begin
         ]
         return Result("replay.stall_ms", 1000 * max(gaps), "ms", len(gaps))
+
+
+def conversations() -> Iterator[list[int]]:
+    """Yields prompts of the built-in checkpoint's held-out set whose answers are not too short."""
+    from flashmesh.bench.demo_chats import Conversations
+    from flashmesh.data import demo_folder
+
+    for chat in Conversations(demo_folder()).chats:
+        if len(chat.prompt) < 2 * BLOCK_TOKENS and len(chat.answer_ids) >= MIN_ANSWER_TOKENS:
+            yield chat.prompt
 
 
 def step_seconds() -> dict[str, float]:

@@ -28,8 +28,11 @@ from flashmesh.types import SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-REFERENCE = '[model]\npath = "demo"\nengine = "reference"\n'
-SIMULATED = '[model]\nengine = "simulated"\nsim_step_ms = 2.0\nsim_row_ms = 0.05\n'
+ONE_ROW_A_STEP = "[decode]\nnum_drafts = 0\n"
+"""Both sides run the same rows; drafts are measured elsewhere."""
+
+REFERENCE = f'[model]\npath = "demo"\nengine = "reference"\n{ONE_ROW_A_STEP}'
+SIMULATED = f'[model]\nengine = "simulated"\nsim_step_ms = 2.0\nsim_row_ms = 0.05\n{ONE_ROW_A_STEP}'
 NUM_PAIRS = 25
 PAIR_PROMPT_TOKENS = 400
 PAIR_PARAMS = SamplingParams(max_tokens=17, ignore_eos=True)
