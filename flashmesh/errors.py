@@ -16,6 +16,7 @@ turns a status back into the error, so that code on both sides of a hop handles 
     ├── Unauthenticated         UNAUTHENTICATED      mesh credentials missing or wrong
     ├── Draining                UNAVAILABLE          another replica
     ├── WorkerLost              UNAVAILABLE          another replica
+    ├── WorkerFailed            INTERNAL             another replica, then report: a bug, or the request's own
     ├── DeadlineExceeded        DEADLINE_EXCEEDED    release everything
     ├── CorruptBlock            DATA_LOSS            quarantine and recompute
     ├── CheckpointError         FAILED_PRECONDITION  names the file and the tensor
@@ -101,6 +102,12 @@ class WorkerLost(FlashmeshError):
     status = grpc.StatusCode.UNAVAILABLE
 
 
+class WorkerFailed(FlashmeshError):
+    """The replica failed at this request in a way that nobody foresaw."""
+
+    status = grpc.StatusCode.INTERNAL
+
+
 class DeadlineExceeded(FlashmeshError):
     """The request's deadline has passed."""
 
@@ -137,6 +144,8 @@ _FROM_STATUS: dict[grpc.StatusCode, type[FlashmeshError]] = {
     grpc.StatusCode.CANCELLED: WorkerLost,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.DATA_LOSS: CorruptBlock,
+    grpc.StatusCode.INTERNAL: WorkerFailed,
+    grpc.StatusCode.UNKNOWN: WorkerFailed,
 }
 
 

@@ -22,6 +22,7 @@ from flashmesh.errors import (
     CorruptBlock,
     Overloaded,
     StaleEpoch,
+    WorkerFailed,
     WorkerLost,
 )
 from flashmesh.replay import ReplayPlan, plan_replay
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-RETRIED = (WorkerLost, BlockNotFound, CorruptBlock, StaleEpoch, Overloaded)
+RETRIED = (WorkerLost, WorkerFailed, BlockNotFound, CorruptBlock, StaleEpoch, Overloaded)
 
 BACKOFF_S = 0.05
 

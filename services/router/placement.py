@@ -23,13 +23,11 @@ class PrefillView:
 
     Attributes:
         id: its name; the last tie-breaker, so that equal routers decide alike.
-        avoid: it failed this very request before, or gives other bits.
         reported_rows, dispatched_rows: rows it has to run.
         rows_per_s: its measured speed; 0 if it has not run any.
     """
 
     id: str
-    avoid: bool = False
     reported_rows: float = 0.0
     dispatched_rows: float = 0.0
     rows_per_s: float = 0.0
@@ -40,7 +38,8 @@ class DecodeView:
     """A decode worker.
 
     Attributes:
-        id, avoid: as in `PrefillView`.
+        id: as in `PrefillView`.
+        avoid: it failed this very request before, or gives other bits.
         kind: of hardware and software; workers of one kind take equal time for equal steps.
         reported_sequences, dispatched_sequences: that it runs.
         reported_pages, dispatched_pages: that they hold.
@@ -72,7 +71,7 @@ def place_prefill(views: Iterable[PrefillView], rows: float) -> Choice | None:
     """Chooses who computes `rows` of a prompt.
 
     Returns:
-        None where there are no candidates. One to avoid is chosen only if all are.
+        None where there are no candidates.
     """
     views = list(views)
     # One that has run nothing yet is taken to be as fast as the fastest: it is tried, and then known.
@@ -82,10 +81,10 @@ def place_prefill(views: Iterable[PrefillView], rows: float) -> Choice | None:
         speed = view.rows_per_s or fastest
         queued = max(view.reported_rows, view.dispatched_rows)
         terms = {"queue_s": queued / speed, "compute_s": rows / speed}
-        costs.append((view.avoid, sum(terms.values()), view.id, terms))
+        costs.append((sum(terms.values()), view.id, terms))
     if not costs:
         return None
-    *_, id, terms = min(costs, key=lambda cost: cost[:3])
+    *_, id, terms = min(costs, key=lambda cost: cost[:2])
     return Choice(id, terms)
 
 
@@ -93,7 +92,8 @@ def place_decode(views: Iterable[DecodeView], pages: float, sequences: int = 1) 
     """Chooses who runs a request's sequences, which hold `pages` when they start.
 
     Returns:
-        As `place_prefill`. A worker whose pages do not suffice now is chosen only if nobody's do.
+        None where there are no candidates. One to avoid is chosen only if all are; one whose pages do not suffice now,
+        only if nobody's do.
     """
     views = list(views)
     lines = _step_lines(views)

@@ -98,19 +98,22 @@ class Replicas:
         return nodes
 
     def choose_prefill(self, model: ModelInfo, rows: int, avoid: Set[str]) -> WorkerRecord | None:
-        """Places a prefill of so many rows; None where no worker serves the model.
+        """Places a prefill of so many rows; None where no worker does it: decode can, too.
 
         Args:
             model: that the worker must hold.
             rows: that it will run.
-            avoid: epochs of workers to take only if there is no other.
+            avoid: epochs of workers not to take.
         """
-        workers = self._serving("prefill", model)
+        workers = {
+            id: worker
+            for id, worker in self._serving("prefill", model).items()
+            if worker.epoch not in avoid
+        }
         choice = place_prefill(
             (
                 PrefillView(
                     id=worker.id,
-                    avoid=worker.epoch in avoid,
                     reported_rows=worker.load.get("pending_rows", 0.0),
                     dispatched_rows=self._dispatched[worker.id],
                     rows_per_s=worker.load.get("rows_per_s", 0.0),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import grpc.aio
 
-from flashmesh.errors import Overloaded, WorkerLost, from_rpc_error
+from flashmesh.errors import Overloaded, WorkerFailed, WorkerLost, from_rpc_error
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
@@ -22,7 +22,7 @@ class WorkerStream:
         worker: who answers.
         call: the open call.
         stall_s: longest silence that counts as work.
-        blame: told the worker's epoch when it is lost or overloaded.
+        blame: told the worker's epoch when it is lost, failed or overloaded.
         watch: shown every message, and None at the end.
     """
 
@@ -63,7 +63,7 @@ class WorkerStream:
             raise WorkerLost(f"{self._who()}: silent for {self._stall_s} s") from error
         except grpc.aio.AioRpcError as error:
             failure = from_rpc_error(error, self._who())
-            if isinstance(failure, WorkerLost | Overloaded):
+            if isinstance(failure, WorkerLost | WorkerFailed | Overloaded):
                 self._blame(self._worker.epoch)
             raise failure from error
 

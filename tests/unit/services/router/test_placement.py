@@ -73,9 +73,9 @@ def test_among_equals_the_emptier_one_wins_then_the_name():
 
 
 def test_a_worker_that_failed_this_request_is_the_last_resort():
-    views = [PrefillView(id="a", avoid=True), PrefillView(id="b", reported_rows=1e6)]
-    assert place_prefill(views, 1).id == "b"
-    assert place_prefill(views[:1], 1).id == "a"
+    views = [DecodeView(id="a", avoid=True), DecodeView(id="b", reported_sequences=1e6)]
+    assert place_decode(views, 1).id == "b"
+    assert place_decode(views[:1], 1).id == "a"
 
 
 def test_without_candidates_there_is_no_choice():
