@@ -41,7 +41,8 @@ class MeshPlan:
 
     Attributes:
         redis_url: a Redis that is up; empty leaves the one that the file and the environment name.
-        num_prefill, num_decode, num_kvstore: processes of each; there is one router.
+        num_prefill, num_decode, num_kvstore, num_routers: processes of each; more than one router need ports of their
+            own, so a `router_bind` and `http_bind` of port 0.
         config: handed to every service; None means defaults.
         router_bind: host:port of the router; workers always take a free port on loopback.
         http_bind: host:port of its HTTP server; empty for none.
@@ -57,6 +58,7 @@ class MeshPlan:
     num_prefill: int = 1
     num_decode: int = 1
     num_kvstore: int = 1
+    num_routers: int = 1
     config: Path | None = None
     router_bind: str = "127.0.0.1:0"
     http_bind: str = "127.0.0.1:0"
@@ -73,7 +75,7 @@ class MeshPlan:
             "kvstore": self.num_kvstore,
         }
         names = [f"{service}-{i}" for service, count in counts.items() for i in range(count)]
-        return [*names, "router"]
+        return [*names, "router", *(f"router-{i}" for i in range(1, self.num_routers))]
 
 
 class Process:
