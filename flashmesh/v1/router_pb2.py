@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from flashmesh.v1 import types_pb2 as flashmesh_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x66lashmesh/v1/router.proto\x12\x0c\x66lashmesh.v1\x1a\x18\x66lashmesh/v1/types.proto\"\xe1\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x16.flashmesh.v1.TokenIdsH\x00\x12.\n\x08sampling\x18\x04 \x01(\x0b\x32\x1c.flashmesh.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x05 \x01(\x0c\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x14\n\x0cinclude_stop\x18\x08 \x01(\x08\x42\x08\n\x06prompt\"\xb7\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x10\n\x08logprobs\x18\x04 \x03(\x01\x12\x31\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1a.flashmesh.v1.FinishReason\x12\"\n\x05usage\x18\x06 \x01(\x0b\x32\x13.flashmesh.v1.Usage\x12\x11\n\x04seed\x18\x07 \x01(\x04H\x00\x88\x01\x01\x12\x0e\n\x06\x63hoice\x18\x08 \x01(\r\x12\x1a\n\x12processed_logprobs\x18\t \x03(\x01\x12/\n\x0ctop_logprobs\x18\n \x03(\x0b\x32\x19.flashmesh.v1.TopLogprobs\x12\x0c\n\x04stop\x18\x0b \x01(\tB\x07\n\x05_seed\"6\n\x0fTokenizeRequest\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x15\n\rparse_special\x18\x02 \x01(\x08\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r2\xa0\x01\n\x06Router\x12K\n\x08Generate\x12\x1d.flashmesh.v1.GenerateRequest\x1a\x1e.flashmesh.v1.GenerateResponse0\x01\x12I\n\x08Tokenize\x12\x1d.flashmesh.v1.TokenizeRequest\x1a\x1e.flashmesh.v1.TokenizeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x66lashmesh/v1/router.proto\x12\x0c\x66lashmesh.v1\x1a\x18\x66lashmesh/v1/types.proto\"\x95\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x16.flashmesh.v1.TokenIdsH\x00\x12\x32\n\x0c\x63onversation\x18\t \x01(\x0b\x32\x1a.flashmesh.v1.ConversationH\x00\x12.\n\x08sampling\x18\x04 \x01(\x0b\x32\x1c.flashmesh.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x05 \x01(\x0c\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x14\n\x0cinclude_stop\x18\x08 \x01(\x08\x42\x08\n\x06prompt\"W\n\x0c\x43onversation\x12!\n\x05turns\x18\x01 \x03(\x0b\x32\x12.flashmesh.v1.Turn\x12\x10\n\x08thinking\x18\x02 \x01(\x08\x12\x12\n\ntools_json\x18\x03 \x01(\t\"g\n\x04Turn\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x11\n\treasoning\x18\x03 \x01(\t\x12\x17\n\x0ftool_calls_json\x18\x04 \x01(\t\x12\x14\n\x0ctool_call_id\x18\x05 \x01(\t\"\xb7\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x10\n\x08logprobs\x18\x04 \x03(\x01\x12\x31\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1a.flashmesh.v1.FinishReason\x12\"\n\x05usage\x18\x06 \x01(\x0b\x32\x13.flashmesh.v1.Usage\x12\x11\n\x04seed\x18\x07 \x01(\x04H\x00\x88\x01\x01\x12\x0e\n\x06\x63hoice\x18\x08 \x01(\r\x12\x1a\n\x12processed_logprobs\x18\t \x03(\x01\x12/\n\x0ctop_logprobs\x18\n \x03(\x0b\x32\x19.flashmesh.v1.TopLogprobs\x12\x0c\n\x04stop\x18\x0b \x01(\tB\x07\n\x05_seed\"6\n\x0fTokenizeRequest\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x15\n\rparse_special\x18\x02 \x01(\x08\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r2\xa0\x01\n\x06Router\x12K\n\x08Generate\x12\x1d.flashmesh.v1.GenerateRequest\x1a\x1e.flashmesh.v1.GenerateResponse0\x01\x12I\n\x08Tokenize\x12\x1d.flashmesh.v1.TokenizeRequest\x1a\x1e.flashmesh.v1.TokenizeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,13 +33,17 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'flashmesh.v1.router_pb2', _
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GENERATEREQUEST']._serialized_start=70
-  _globals['_GENERATEREQUEST']._serialized_end=295
-  _globals['_GENERATERESPONSE']._serialized_start=298
-  _globals['_GENERATERESPONSE']._serialized_end=609
-  _globals['_TOKENIZEREQUEST']._serialized_start=611
-  _globals['_TOKENIZEREQUEST']._serialized_end=665
-  _globals['_TOKENIZERESPONSE']._serialized_start=667
-  _globals['_TOKENIZERESPONSE']._serialized_end=704
-  _globals['_ROUTER']._serialized_start=707
-  _globals['_ROUTER']._serialized_end=867
+  _globals['_GENERATEREQUEST']._serialized_end=347
+  _globals['_CONVERSATION']._serialized_start=349
+  _globals['_CONVERSATION']._serialized_end=436
+  _globals['_TURN']._serialized_start=438
+  _globals['_TURN']._serialized_end=541
+  _globals['_GENERATERESPONSE']._serialized_start=544
+  _globals['_GENERATERESPONSE']._serialized_end=855
+  _globals['_TOKENIZEREQUEST']._serialized_start=857
+  _globals['_TOKENIZEREQUEST']._serialized_end=911
+  _globals['_TOKENIZERESPONSE']._serialized_start=913
+  _globals['_TOKENIZERESPONSE']._serialized_end=950
+  _globals['_ROUTER']._serialized_start=953
+  _globals['_ROUTER']._serialized_end=1113
 # @@protoc_insertion_point(module_scope)

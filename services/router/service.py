@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+import json
+from typing import TYPE_CHECKING, Any
+
+import deepseek_recipe as dr
 
 from flashmesh.errors import InvalidRequest
 from flashmesh.services.router.door import counted, off_loop
+from flashmesh.services.router.http.conversations import Conversations
+from flashmesh.services.router.http.recipe import CHAT
 from flashmesh.stops import StoppedText, check_stops
 from flashmesh.types import FinishReason
 from flashmesh.v1 import router_pb2, router_pb2_grpc, types_pb2
@@ -28,6 +33,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
 
     def __init__(self, door: Door) -> None:
         self._door = door
+        self._conversations = Conversations(door.codec)
 
     async def Generate(  # noqa: N802
         self, request: router_pb2.GenerateRequest, context: grpc.aio.ServicerContext
@@ -57,6 +63,11 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
                 prompt = await self._encode(request.text)
             case "token_ids":
                 prompt = list(request.token_ids.ids)
+            case "conversation":
+                conversation = request.conversation
+                prompt = await off_loop(
+                    conversation.ByteSize(), lambda: self._render(conversation, model)
+                )
             case _:
                 raise InvalidRequest("the request has no prompt")
         check_stops(request.stop)
@@ -71,6 +82,12 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
             stops=request.stop,
             include_stop=request.include_stop,
         )
+
+    def _render(self, conversation: router_pb2.Conversation, model: ModelInfo) -> list[int]:
+        try:
+            return self._conversations.prompt(CHAT, chat_body(conversation), model)
+        except dr.ConversionError as error:
+            raise InvalidRequest(f"conversation: {error}") from error
 
     async def _respond(
         self, generation: Generation
@@ -122,3 +139,33 @@ def usage(generation: Generation, call: Call) -> types_pb2.Usage:
         cached_tokens=generation.cached_tokens,
         completion_tokens=generation.num_emitted,
     )
+
+
+def chat_body(conversation: router_pb2.Conversation) -> dict[str, Any]:
+    """Returns the conversation as the body of a chat request.
+
+    Raises:
+        InvalidRequest: a field that holds JSON does not.
+    """
+    messages = []
+    for place, turn in enumerate(conversation.turns):
+        message: dict[str, Any] = {"role": turn.role, "content": turn.content}
+        if turn.reasoning:
+            message["reasoning_content"] = turn.reasoning
+        if turn.tool_calls_json:
+            message["tool_calls"] = _parse(turn.tool_calls_json, f"turn {place}: tool_calls_json")
+        if turn.tool_call_id:
+            message["tool_call_id"] = turn.tool_call_id
+        messages.append(message)
+    thinking = "enabled" if conversation.thinking else "disabled"
+    body: dict[str, Any] = {"messages": messages, "thinking": {"type": thinking}}
+    if conversation.tools_json:
+        body["tools"] = _parse(conversation.tools_json, "tools_json")
+    return body
+
+
+def _parse(text: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{what} is not JSON: {error}") from error

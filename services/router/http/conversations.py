@@ -88,13 +88,14 @@ class Conversations:
             reply=reply,
         )
 
-    def count(self, api: Api, body: Mapping[str, Any], model: ModelInfo) -> int:
-        """Returns how many tokens the prompt of a request has.
+    def prompt(self, api: Api, body: Mapping[str, Any], model: ModelInfo) -> list[int]:
+        """Returns the prompt of a request, and looks at nothing else of it.
 
         Raises:
             InvalidRequest, dr.ConversionError: say what is wrong.
         """
-        return len(self._encode(Converted(api, body, model.name).request))
+        named = {"model": model.name, **body}
+        return self._encode(Converted(api, named, model.name).request)
 
     def _encode(self, request: dr.ConversationRequest) -> list[int]:
         if any(message.image_sources for message in request.conversation.messages):

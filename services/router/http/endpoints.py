@@ -90,7 +90,7 @@ class Endpoints:
             body, model = await self._parse(arrived)
             count = await off_loop(
                 len(arrived.body),
-                lambda: self._conversations.count(recipe.MESSAGES, body, model),
+                lambda: len(self._conversations.prompt(recipe.MESSAGES, body, model)),
             )
         await arrived.response.whole(200, dump({"input_tokens": count}))
 
