@@ -3,6 +3,7 @@
 import asyncio
 
 import grpc.aio
+import openai
 from support.mesh import start_mesh
 from support.prompts import offline_tokens, random_prompt
 
@@ -12,6 +13,7 @@ from flashmesh.types import SamplingParams
 from flashmesh.v1 import router_pb2_grpc
 
 ONE = SamplingParams(max_tokens=1)
+MODEL = "DeepSeek-V4.1-Flash-demo"
 
 
 async def burst(address, prompts):
@@ -24,6 +26,20 @@ async def burst(address, prompts):
     async with grpc.aio.insecure_channel(address) as channel:
         stub = router_pb2_grpc.RouterStub(channel)
         return await asyncio.gather(*(ask(stub, prompt) for prompt in prompts))
+
+
+async def http_burst(address, prompts):
+    """The same over HTTP; returns how many prompt tokens each was."""
+    async with openai.AsyncOpenAI(
+        base_url=f"http://{address}/v1", api_key="none", max_retries=0
+    ) as client:
+        answers = await asyncio.gather(
+            *(
+                client.completions.create(model=MODEL, prompt=prompt, max_tokens=1, timeout=120)
+                for prompt in prompts
+            )
+        )
+    return [answer.usage.prompt_tokens for answer in answers]
 
 
 def blocks_by_worker(mesh):
@@ -49,6 +65,12 @@ async def test_a_burst_spreads_over_the_workers_and_a_shared_prefix_does_not(tmp
         for prompt in different[:3]:
             expected = offline_tokens(SimulatedEngine(), prompt, ONE)
             assert expected == results[different.index(prompt)]
+
+        before = blocks_by_worker(mesh)
+        others = [random_prompt(2000, seed=seed) for seed in range(500, 564)]
+        assert await http_burst(mesh.http_address, others) == [2000] * 64
+        spread = [after - before[name] for name, after in blocks_by_worker(mesh).items()]
+        assert max(spread) / min(spread) <= 1.5, spread
 
         before = blocks_by_worker(mesh)
         system = random_prompt(128 * 100, seed=1000)
