@@ -10,6 +10,8 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING
 
+import prometheus_client
+
 from flashmesh.errors import BlockNotFound, CorruptBlock, FlashmeshError
 from flashmesh.objects import KIND_MISSING, StoredObject, check_is
 from flashmesh.types import BLOCK_TOKENS
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
     from flashmesh.kv_client import KvClient
     from flashmesh.runs import Place
 
+FOREIGN = prometheus_client.Counter(
+    "flashmesh_kv_client_foreign_total", "Intact blocks that were not the ones asked for."
+)
 Indexed = tuple[int, StoredObject]
 
 MAX_NODES = 8
@@ -81,6 +86,7 @@ async def fetch_blocks(
                             tokens=block,
                         )
                     except CorruptBlock as error:
+                        FOREIGN.inc()
                         with contextlib.suppress(FlashmeshError):
                             await client.report(address, item.hash, str(error))
                         raise

@@ -19,7 +19,7 @@ from flashmesh.errors import (
 )
 from flashmesh.kv_admin import KvAdmin
 from flashmesh.kv_client import FRAME_BYTES
-from flashmesh.kv_fetch import fetch_blocks
+from flashmesh.kv_fetch import FOREIGN, fetch_blocks
 from flashmesh.objects import KIND_MISSING, pack_missing, verify
 from flashmesh.rpc import MAX_MESSAGE_BYTES, Channels
 from flashmesh.services.kvstore import store as store_module
@@ -221,8 +221,10 @@ async def test_an_intact_block_of_something_else_is_refused_by_the_reader(node, 
     chain = Chain(1)
     await node.put(chain.objects)
     other = {"tokens": Chain(1, seed=1).tokens, "layout_id": bytes(16)}[change]
+    before = FOREIGN._value.get()
     with pytest.raises(CorruptBlock, match="foreign"):
         await fetch(node, chain, **{change: other})
+    assert FOREIGN._value.get() == before + 1
     assert await fetch(node, chain), "a false report must not cost the good block"
 
 
