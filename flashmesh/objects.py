@@ -58,6 +58,20 @@ class StoredObject:
     checksum: bytes
     data: bytes | memoryview = field(repr=False)
 
+    def held_in(self, data: bytes | memoryview) -> StoredObject:
+        """Returns the same object over a copy of its bytes."""
+        return StoredObject(
+            self.kind,
+            self.layout_id,
+            self.hash,
+            self.parent,
+            self.run,
+            self.position,
+            self.fingerprint,
+            self.checksum,
+            data,
+        )
+
     @property
     def payload(self) -> memoryview:
         """The payload, not copied."""

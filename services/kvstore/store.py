@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import time
 from collections import defaultdict
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -179,7 +178,7 @@ class Store:
             KNOWN.inc()
             return False
         # A copy: the frame that it came in holds other objects too.
-        item = replace(item, data=self._keep(item.data))
+        item = item.held_in(self._keep(item.data))
         self.table.put(item, same_request=same_request)
         STORED.inc()
         self._arrived(item)
@@ -297,7 +296,7 @@ class Store:
         return [item for item in objects if item is not None]
 
     def _promote(self, item: StoredObject) -> StoredObject:
-        kept = replace(item, data=self._keep(item.data))
+        kept = item.held_in(self._keep(item.data))
         self.table.keep(kept)
         return kept
 

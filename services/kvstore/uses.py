@@ -63,11 +63,12 @@ class Uses:
         """Counts a use of the stored ones by one request, a new one or that of the call before."""
         self._now += not same_request
         for block in self._stored(hashes):
-            block.usage = replace(
-                block.usage,
-                num_uses=block.usage.num_uses + 1,
+            usage = block.usage
+            block.usage = Usage(
+                num_uses=usage.num_uses + 1,
                 last_use=self._now,
-                previous_use=block.usage.last_use,
+                previous_use=usage.last_use,
+                position=usage.position,
             )
             self._raise(block, priority(block.usage, self._floor))
 
