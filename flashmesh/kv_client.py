@@ -11,7 +11,7 @@ import prometheus_client
 
 from flashmesh.errors import CorruptBlock, FlashmeshError, WorkerLost, from_rpc_error
 from flashmesh.objects import StoredObject, parse_objects, verify
-from flashmesh.rpc import Channels, remaining_s
+from flashmesh.rpc import Channels, within_deadline
 from flashmesh.shared_memory import OFFER_MAGIC, REFERENCES_MAGIC, SharedMemories
 from flashmesh.v1 import kvstore_pb2, kvstore_pb2_grpc
 
@@ -92,7 +92,7 @@ class KvClient:
             call = method(
                 request,
                 metadata=self._channels.metadata(),
-                timeout=_timeout_s(wait_s + TRANSFER_TIMEOUT_S),
+                timeout=within_deadline(wait_s + TRANSFER_TIMEOUT_S),
             )
             try:
                 yield call
@@ -159,7 +159,7 @@ class KvClient:
             summary: kvstore_pb2.PutSummary = await method(
                 frames([item.data for item in objects]),
                 metadata=self._channels.metadata(),
-                timeout=_timeout_s(TRANSFER_TIMEOUT_S),
+                timeout=within_deadline(TRANSFER_TIMEOUT_S),
             )
             return summary
 
@@ -202,7 +202,7 @@ class KvClient:
             return await getattr(stub, method)(
                 request,
                 metadata=self._channels.metadata(),
-                timeout=_timeout_s(CONTROL_TIMEOUT_S),
+                timeout=within_deadline(CONTROL_TIMEOUT_S),
             )
 
 
@@ -227,8 +227,3 @@ def node_errors(address: str) -> Iterator[None]:
         yield
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error, f"kvstore {address}") from error
-
-
-def _timeout_s(limit_s: float) -> float:
-    left = remaining_s()
-    return limit_s if left is None else min(limit_s, left)

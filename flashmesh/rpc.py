@@ -71,6 +71,16 @@ def remaining_s() -> float | None:
     return left
 
 
+def within_deadline(limit_s: float) -> float:
+    """Returns a limit, or what is left of the current call's deadline where that is less.
+
+    Raises:
+        DeadlineExceeded: nothing is left.
+    """
+    left = remaining_s()
+    return limit_s if left is None else min(limit_s, left)
+
+
 def start_deadline(left_s: float | None) -> None:
     """Begins a call that has so much time; None for one without a deadline."""
     _deadline.set(None if left_s is None else time.monotonic() + left_s)

@@ -19,7 +19,7 @@ import prometheus_client
 from flashmesh.errors import InvalidRequest, Overloaded
 from flashmesh.kernels.sequence import DecodeSequence, PrefillSequence, check_tokens
 from flashmesh.replay import ReplayPlan, plan_replay
-from flashmesh.rpc import remaining_s
+from flashmesh.rpc import within_deadline
 from flashmesh.stored_chain import StoredChain, prefix_digest
 from flashmesh.types import BLOCK_TOKENS
 from flashmesh.v1 import decode_pb2, decode_pb2_grpc
@@ -150,12 +150,14 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         wanted = plan.num_stored_blocks
         hit = min(request.hit_tokens // BLOCK_TOKENS, wanted)
         available = wanted if request.prefill_running else hit
-        blocks = await chain.fetch(0, available, self._wait_s())
+        blocks = await chain.fetch(0, available, within_deadline(self._config.fetch_timeout_s))
         FETCHED.inc(len(blocks))
         if available < wanted:
             await self._compute(prompt[: plan.start], blocks, chain, request.priority)
             # Whoever stored a block first decides its bytes, so everyone reads them back.
-            blocks += await chain.fetch(available, wanted, self._wait_s())
+            blocks += await chain.fetch(
+                available, wanted, within_deadline(self._config.fetch_timeout_s)
+            )
         return blocks
 
     @contextlib.contextmanager
@@ -210,11 +212,6 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                 self._publisher.offer(answer.chain, event.blocks)
         TOKENS.inc(len(chunk.token_ids))
         return chunk
-
-    def _wait_s(self) -> float:
-        left = remaining_s()
-        limit = self._config.fetch_timeout_s
-        return limit if left is None else min(limit, left)
 
 
 def check_choices(choices: Sequence[decode_pb2.Choice]) -> None:

@@ -15,7 +15,7 @@ import prometheus_client
 from flashmesh.computations import Computations
 from flashmesh.errors import InvalidRequest
 from flashmesh.kernels.sequence import PrefillSequence
-from flashmesh.rpc import remaining_s
+from flashmesh.rpc import within_deadline
 from flashmesh.stored_chain import StoredChain
 from flashmesh.types import BLOCK_TOKENS
 from flashmesh.v1 import prefill_pb2, prefill_pb2_grpc
@@ -80,7 +80,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         self, chain: StoredChain, tokens: Sequence[int], num_hits: int, priority: int
     ) -> AsyncGenerator[int, None]:
         """Computes and stores the blocks after the hits; yields how many at a time."""
-        hits = await chain.fetch(0, num_hits, min_wait(self._config.fetch_timeout_s))
+        hits = await chain.fetch(0, num_hits, within_deadline(self._config.fetch_timeout_s))
         sequence = PrefillSequence(
             self._engine,
             tokens,
@@ -109,9 +109,3 @@ def check_span(hit_tokens: int, num_tokens: int) -> None:
         raise InvalidRequest(f"[{hit_tokens}, {num_tokens}) is not a span of whole blocks")
     if hit_tokens >= num_tokens:
         raise InvalidRequest(f"nothing to compute: {hit_tokens} of {num_tokens} tokens are stored")
-
-
-def min_wait(limit_s: float) -> float:
-    """Returns the longest wait that both the configuration and the call's deadline allow."""
-    left = remaining_s()
-    return limit_s if left is None else min(limit_s, left)
