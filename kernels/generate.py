@@ -41,12 +41,8 @@ def generate_offline(
         InvalidRequest: the prompt is empty, too long, or has ids that the model does not know.
     """
     plan = plan_replay(len(prompt), window=engine.info.window, replay_tokens=replay_tokens)
-    payloads: list[bytes] = []
-    if plan.num_stored_blocks:
-        for progress in _advance(
-            PrefillSequence(engine, prompt[: plan.start], hit=0, payloads=()), engine, chunk_tokens
-        ):
-            payloads += [payload for _, payload in progress.blocks]
+    stored = prompt[: plan.start] if plan.num_stored_blocks else ()
+    payloads = prefill_offline(engine, stored, chunk_tokens=chunk_tokens)
     sequence = DecodeSequence(
         engine, prompt, params, plan, payloads=payloads, num_drafts=num_drafts, grammar=grammar
     )
@@ -54,6 +50,15 @@ def generate_offline(
         yield from progress.drawn
         if progress.finish_reason is not None:
             yield progress.finish_reason
+
+
+def prefill_offline(engine: Engine, tokens: Sequence[int], *, chunk_tokens: int) -> list[bytes]:
+    """Computes the payloads of a prompt's whole blocks, as a prefill worker would; none of an empty one."""
+    if not tokens:
+        return []
+    sequence = PrefillSequence(engine, tokens, hit=0, payloads=())
+    steps = _advance(sequence, engine, chunk_tokens)
+    return [payload for progress in steps for _, payload in progress.blocks]
 
 
 def _advance(

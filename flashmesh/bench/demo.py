@@ -205,17 +205,19 @@ def answer(
     grammar: Any = None,
 ) -> Answer:
     """Generates an answer as one sequence alone; every draft is verified."""
+    from flashmesh.kernels.generate import prefill_offline
     from flashmesh.kernels.sequence import DecodeSequence
     from flashmesh.replay import plan_replay
 
     count = engine.max_drafts if num_drafts is None else num_drafts
     plan = plan_replay(len(chat.prompt), window=engine.info.window, replay_tokens=REPLAY_TOKENS)
+    stored = chat.prompt[: plan.start] if plan.num_stored_blocks else ()
     sequence = DecodeSequence(
         engine,
         chat.prompt,
         params,
         plan,
-        payloads=prefill(engine, chat.prompt[: plan.start]) if plan.num_stored_blocks else (),
+        payloads=prefill_offline(engine, stored, chunk_tokens=CHUNK_TOKENS),
         num_drafts=count,
         grammar=grammar,
     )
@@ -246,24 +248,6 @@ def answer(
     finally:
         sequence.close()
     return given
-
-
-def prefill(engine: Engine, tokens: list[int]) -> list[bytes]:
-    """Computes stored blocks, as a prefill worker does for a prompt that is long enough."""
-    from flashmesh.kernels.sequence import PrefillSequence
-
-    sequence = PrefillSequence(engine, tokens, hit=0, payloads=())
-    payloads: list[bytes] = []
-    sequence.open()
-    try:
-        done = False
-        while not done:
-            progress = sequence.commit(engine.step([sequence.rows(CHUNK_TOKENS)])[0])
-            payloads += [payload for _, payload in progress.blocks]
-            done = progress.done
-    finally:
-        sequence.close()
-    return payloads
 
 
 def calls(message: dict[str, Any]) -> list[tuple[str, str]]:

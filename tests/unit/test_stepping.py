@@ -7,8 +7,8 @@ import random
 import pytest
 
 from flashmesh.errors import NoFreeBlocks, Overloaded
-from flashmesh.kernels.generate import generate_offline
-from flashmesh.kernels.sequence import DecodeSequence, PrefillSequence
+from flashmesh.kernels.generate import generate_offline, prefill_offline
+from flashmesh.kernels.sequence import DecodeSequence
 from flashmesh.kernels.simulated import SimulatedEngine
 from flashmesh.replay import plan_replay
 from flashmesh.scheduling import Limits
@@ -115,14 +115,9 @@ async def test_a_failing_step_ends_its_sequences_and_the_loop_goes_on():
 
 def stored(prompt):
     """Payloads that a prefill of the prompt would have stored."""
-    engine, payloads = SimulatedEngine(), []
     plan = plan_replay(len(prompt), window=128, replay_tokens=140)
-    if plan.start and plan.num_stored_blocks:
-        run = PrefillSequence(engine, prompt[: plan.start], hit=0, payloads=())
-        run.open()
-        payloads = [p for _, p in run.commit(*engine.step([run.rows(plan.start)])).blocks]
-        run.close()
-    return payloads
+    tokens = prompt[: plan.start] if plan.num_stored_blocks else ()
+    return prefill_offline(SimulatedEngine(), tokens, chunk_tokens=1024)
 
 
 async def test_tokens_are_the_same_whatever_happens_around_a_sequence():
