@@ -298,9 +298,7 @@ class Scheduler:
             running = [other for other in ordered if other.running]
             free = self.limits.num_pages - sum(other.pages for other in running)
             # One page for everybody who runs, so that nobody has to leave because of the newcomer at once.
-            enough = self._pages_to_open(sequence) + len(running) <= free or (
-                not running and self._pages_to_open(sequence) <= free
-            )
+            enough = self._pages_to_open(sequence) + len(running) <= free
             if enough and len(running) < self.limits.num_slots:
                 return True
             victim = max(running, key=lambda other: other.order, default=None)

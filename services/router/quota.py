@@ -93,6 +93,8 @@ class Quotas:
 
     def charge_later(self, tenant: str, num_tokens: int) -> None:
         """Does so in the background: nobody waits for it, and a client that has left cannot stop it."""
+        if not (tenant and self._quota.tokens_per_min):
+            return
         task = asyncio.ensure_future(self.charge(tenant, num_tokens))
         self._charging.add(task)
         task.add_done_callback(self._charging.discard)
