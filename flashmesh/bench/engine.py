@@ -25,11 +25,11 @@ import signal
 import statistics
 import tempfile
 import time
-import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashmesh.bench.registry import Result, p50
+from flashmesh.bench.target import scrape
 from flashmesh.client import RouterClient, prompt_request
 from flashmesh.config import ModelSection
 from flashmesh.errors import WorkerLost
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from flashmesh.kernels.grammar import Matcher
     from flashmesh.kernels.sequence import DecodeSequence
     from flashmesh.launcher import Mesh, Process
-    from flashmesh.stepping import Ticket
+    from flashmesh.ticket import Ticket
 
 NUM_PAGES = 512
 NUM_SLOTS = 40
@@ -360,9 +360,8 @@ def failover(advance: Callable[[], None]) -> Iterator[Result]:
 def busy_decode(mesh: Mesh) -> Process:
     """Finds the decode worker that serves the one request there is."""
     for process in mesh.processes.values():
-        if process.service == "decode":
-            url = f"http://{process.metrics_address}/metrics"
-            with urllib.request.urlopen(url, timeout=10) as response:
-                if b"\nflashmesh_decode_requests 1.0" in response.read():
-                    return process
+        if process.service == "decode" and scrape(
+            process.metrics_address, "flashmesh_decode_requests"
+        ):
+            return process
     raise WorkerLost("no decode worker serves the request")

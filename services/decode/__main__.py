@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from flashmesh import config
 from flashmesh.config import MeshConfig, ModelSection
+from flashmesh.engine_stats import export_stats
 from flashmesh.errors import ConfigError
 from flashmesh.kernels.load import load_vocabulary, open_engine
 from flashmesh.kv_client import KvClient
@@ -18,7 +19,7 @@ from flashmesh.services.decode.config import DecodeConfig
 from flashmesh.services.decode.grammars import GrammarLimits, Grammars
 from flashmesh.services.decode.publish import Publisher
 from flashmesh.services.decode.service import DecodeServicer
-from flashmesh.stepping import StepLoop, export_stats
+from flashmesh.stepping import StepLoop
 from flashmesh.v1 import decode_pb2_grpc
 
 if TYPE_CHECKING:

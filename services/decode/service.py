@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from flashmesh.services.decode.config import DecodeConfig
     from flashmesh.services.decode.grammars import Grammars
     from flashmesh.services.decode.publish import Publisher
-    from flashmesh.stepping import StepLoop, Ticket
+    from flashmesh.stepping import StepLoop
+    from flashmesh.ticket import Ticket
 
 TOKENS = prometheus_client.Counter("flashmesh_decode_tokens_total", "Tokens emitted.")
 FETCHED = prometheus_client.Counter("flashmesh_decode_blocks_fetched_total", "Blocks fetched.")

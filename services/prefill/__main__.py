@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from flashmesh import config
 from flashmesh.config import MeshConfig, ModelSection
+from flashmesh.engine_stats import export_stats
 from flashmesh.kernels.load import open_engine
 from flashmesh.kv_client import KvClient
 from flashmesh.lifecycle import Running, background, run, service_main
@@ -15,7 +16,7 @@ from flashmesh.rpc import Channels
 from flashmesh.scheduling import Limits
 from flashmesh.services.prefill.config import PrefillConfig
 from flashmesh.services.prefill.service import PrefillServicer
-from flashmesh.stepping import StepLoop, export_stats
+from flashmesh.stepping import StepLoop
 from flashmesh.v1 import prefill_pb2_grpc
 
 if TYPE_CHECKING:
