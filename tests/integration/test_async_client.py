@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 
 import pytest
-from support.http import held, wait_idle
 from support.mesh import start_mesh
 
 from flashmesh import errors
@@ -43,8 +42,8 @@ async def test_leaving_early_frees_everything(mesh):
         contextlib.aclosing(client.parts(request(50_000))) as parts,
     ):
         await anext(parts)
-        assert held(mesh)
-    wait_idle(mesh)
+        assert mesh.held()
+    mesh.wait_idle()
 
 
 @pytest.mark.parametrize(
@@ -67,4 +66,4 @@ async def test_a_deadline_is_an_error_of_its_own(mesh):
         with pytest.raises(errors.DeadlineExceeded):
             async for _ in client.parts(request(50_000), timeout_s=0.5):
                 pass
-    wait_idle(mesh)
+    mesh.wait_idle()

@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-from support.http import held
 from support.mesh import start_mesh
 from support.waiting import wait_until
 
@@ -117,11 +116,11 @@ def test_in_a_terminal_thinking_is_dim_and_ctrl_c_ends_an_answer(mesh):
     with Terminal(command(mesh, "--max-tokens", "60000")) as terminal:
         terminal.wait_for("> ")
         terminal.type("hello\r")
-        wait_until(lambda: bool(held(mesh)), "the answer runs")
+        wait_until(lambda: bool(mesh.held()), "the answer runs")
         terminal.wait_for("\x1b[2m")
         terminal.type("\x03")
         terminal.wait_for("(stopped)")
-        wait_until(lambda: not held(mesh), "nothing is held")
+        wait_until(lambda: not mesh.held(), "nothing is held")
         terminal.wait_for("> ")
         terminal.type("\x04")
         assert terminal.process.wait(END_LIMIT_S) == 0

@@ -2,8 +2,8 @@
 
 import json
 
-import openai
 import pytest
+from support.http import openai_client
 from support.mesh import start_mesh
 
 from flashmesh.client import prompt_request
@@ -55,7 +55,7 @@ def ask(mesh, **conversation):
 @pytest.mark.parametrize("thinking", [False, True])
 def test_a_conversation_has_the_prompt_that_http_gives_it(mesh, thinking):
     responses = ask(mesh, turns=TURNS, thinking=thinking, tools_json=json.dumps([TOOL]))
-    with openai.OpenAI(base_url=f"http://{mesh.http_address}/v1", api_key="none") as client:
+    with openai_client(mesh) as client:
         answer = client.chat.completions.create(
             model="DeepSeek-V4.1-Flash-demo",
             messages=MESSAGES,

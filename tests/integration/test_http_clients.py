@@ -2,10 +2,8 @@
 
 import json
 
-import anthropic
-import openai
 import pytest
-from support.http import wait_idle
+from support.http import anthropic_client, openai_client
 from support.mesh import start_mesh
 
 MODEL = "DeepSeek-V4.1-Flash-demo"
@@ -38,22 +36,18 @@ def mesh(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def _nothing_stays_held(mesh):
     yield
-    wait_idle(mesh)
+    mesh.wait_idle()
 
 
 @pytest.fixture
 def client(mesh):
-    with openai.OpenAI(
-        base_url=f"http://{mesh.http_address}/v1", api_key="none", max_retries=0
-    ) as client:
+    with openai_client(mesh) as client:
         yield client
 
 
 @pytest.fixture
 def claude(mesh):
-    with anthropic.Anthropic(
-        base_url=f"http://{mesh.http_address}", api_key="none", max_retries=0
-    ) as client:
+    with anthropic_client(mesh) as client:
         yield client
 
 

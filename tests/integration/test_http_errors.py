@@ -9,7 +9,7 @@ import socket
 import anthropic
 import openai
 import pytest
-from support.http import call, held, wait_idle
+from support.http import anthropic_client, call, openai_client
 from support.mesh import start_mesh
 from support.waiting import wait_until
 
@@ -43,22 +43,18 @@ def mesh(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def _nothing_stays_held(mesh):
     yield
-    wait_idle(mesh)
+    mesh.wait_idle()
 
 
 @pytest.fixture
 def client(mesh):
-    with openai.OpenAI(
-        base_url=f"http://{mesh.http_address}/v1", api_key="none", max_retries=0
-    ) as client:
+    with openai_client(mesh) as client:
         yield client
 
 
 @pytest.fixture
 def claude(mesh):
-    with anthropic.Anthropic(
-        base_url=f"http://{mesh.http_address}", api_key="none", max_retries=0
-    ) as client:
+    with anthropic_client(mesh) as client:
         yield client
 
 
@@ -178,9 +174,9 @@ def test_any_text_is_a_prompt(client, claude, text):
 def test_a_client_that_leaves_mid_stream_frees_everything(mesh, client):
     stream = chat(client, max_tokens=LONG, stream=True)
     next(stream)
-    assert held(mesh)
+    assert mesh.held()
     stream.close()
-    wait_idle(mesh)
+    mesh.wait_idle()
 
 
 def test_a_client_that_leaves_before_the_answer_frees_everything(mesh):
@@ -188,8 +184,8 @@ def test_a_client_that_leaves_before_the_answer_frees_everything(mesh):
     with contextlib.closing(connection):
         body = json.dumps({"model": MODEL, "messages": USER, "max_tokens": LONG})
         connection.request("POST", CHAT, body, {"content-type": "application/json"})
-        wait_until(lambda: bool(held(mesh)), "the request runs")
-    wait_idle(mesh)
+        wait_until(lambda: bool(mesh.held()), "the request runs")
+    mesh.wait_idle()
 
 
 def test_too_many_requests_are_429_with_a_delay(mesh, client, claude):
@@ -311,14 +307,13 @@ def test_a_key_that_has_used_up_its_quota_is_told_when_to_come_again(tmp_path):
         }
     }
     with start_mesh(tmp_path / "mesh", overrides=settings) as mesh:
-        base = f"http://{mesh.http_address}/v1"
-        with openai.OpenAI(base_url=base, api_key=keys[0], max_retries=0) as client:
+        with openai_client(mesh, keys[0]) as client:
             used = chat(client, max_tokens=50).usage.total_tokens
             assert used > 60
             with pytest.raises(openai.RateLimitError, match="the key's quota is used up") as caught:
                 chat(client)
         assert 1 <= int(caught.value.response.headers["retry-after"]) <= 60
-        with openai.OpenAI(base_url=base, api_key=keys[1], max_retries=0) as client:
+        with openai_client(mesh, keys[1]) as client:
             chat(client)
 
 
@@ -328,23 +323,22 @@ def test_keys_are_needed_where_there_are_any_and_tenants_share_no_block(tmp_path
     settings = {"router": {"api_keys_file": tmp_path / "keys.toml"}}
     story = [{"role": "user", "content": "a long story " * 400}]
     with start_mesh(tmp_path / "mesh", overrides=settings) as mesh:
-        base = f"http://{mesh.http_address}"
         assert call(mesh.http_address, "GET", "/health")[0] == 200
         for key in ("wrong", keys[0][:-1]):
             with (
-                openai.OpenAI(base_url=f"{base}/v1", api_key=key, max_retries=0) as client,
+                openai_client(mesh, key) as client,
                 pytest.raises(openai.AuthenticationError) as caught,
             ):
                 chat(client)
             assert caught.value.code == "invalid_api_key"
         with (
-            anthropic.Anthropic(base_url=base, api_key="wrong", max_retries=0) as claude,
+            anthropic_client(mesh, "wrong") as claude,
             pytest.raises(anthropic.AuthenticationError),
         ):
             message(claude)
         cached = []
         for key in (keys[0], keys[0], keys[1]):
-            with openai.OpenAI(base_url=f"{base}/v1", api_key=key, max_retries=0) as client:
+            with openai_client(mesh, key) as client:
                 usage = chat(client, messages=story, max_tokens=2).usage
             cached.append(usage.prompt_tokens_details.cached_tokens)
         assert cached[0] == cached[2] == 0

@@ -12,7 +12,7 @@ import yaml
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import response_schema_conformance
-from support.http import call, wait_idle
+from support.http import call
 from support.mesh import start_mesh
 
 from flashmesh.services.router.http.receiving import DEADLINE_HEADER
@@ -29,7 +29,7 @@ REACHABLE = {"model": MODEL, "max_tokens": 4, "max_output_tokens": 4}
 def mesh(tmp_path_factory):
     with start_mesh(tmp_path_factory.mktemp("mesh")) as mesh:
         yield mesh
-        wait_idle(mesh)
+        mesh.wait_idle()
         assert mesh.processes["router"].num_starts == 1
         assert mesh.processes["router"].alive
         assert '"failed"' not in mesh.log("router")

@@ -9,7 +9,6 @@ import grpc
 import pytest
 from support.mesh import start_mesh
 from support.prompts import mesh_answer, offline_tokens, random_prompt
-from support.waiting import wait_until
 
 from flashmesh import errors
 from flashmesh.client import prompt_request
@@ -19,23 +18,6 @@ from flashmesh.v1 import router_pb2_grpc
 
 NUM_SEEDS = int(os.environ.get("FLASHMESH_SEEDS", "3"))
 """`make soak` sets more."""
-
-
-def idle(mesh):
-    """No page, slot, request or lease is held anywhere."""
-    for name in (*mesh.names("prefill"), *mesh.names("decode")):
-        values = mesh.metrics(name)
-        if values['flashmesh_pages{state="used"}'] or values['flashmesh_slots{state="used"}']:
-            return False
-    router, node = mesh.metrics("router"), mesh.metrics("kvstore-0")
-    return not (router["flashmesh_router_requests"] or node["flashmesh_kv_leases"])
-
-
-def busy_decode(mesh):
-    (name,) = (
-        name for name in mesh.names("decode") if mesh.metrics(name)["flashmesh_decode_requests"]
-    )
-    return name
 
 
 def answers(client, prompt, params):
@@ -58,7 +40,7 @@ def mesh(tmp_path_factory):
     }
     with start_mesh(tmp_path_factory.mktemp("mesh"), overrides=settings) as mesh:
         yield mesh
-        wait_until(lambda: idle(mesh), "everything is free again")
+        mesh.wait_idle()
 
 
 @pytest.mark.parametrize("length", [1, 300, 900])
@@ -68,7 +50,7 @@ def test_choices_are_different_answers_to_one_prompt_that_is_run_once(mesh, leng
     rows = mesh.metrics("decode-0")["flashmesh_rows_total"]
     with mesh.client() as client:
         tokens, usage = answers(client, prompt, params)
-    wait_until(lambda: idle(mesh), "everything is free again")
+    mesh.wait_idle()
     rows = mesh.metrics("decode-0")["flashmesh_rows_total"] - rows
     assert tokens == {
         choice: offline_tokens(
@@ -138,7 +120,7 @@ async def test_requests_refused_or_aborted_leave_nothing_behind(mesh):
         await asyncio.gather(
             *(refused(i) if i % 2 else aborted(i) for i in range(200)), return_exceptions=False
         )
-    wait_until(lambda: idle(mesh), "everything is free again")
+    mesh.wait_idle()
     for name in ("router", "prefill-0", "decode-0"):
         assert "Traceback" not in mesh.log(name)
 
@@ -167,7 +149,7 @@ def test_a_decode_worker_killed_at_any_token_changes_none(tmp_path):
             for response in client.generate(prompt_request(prompt, params, seed=seed)):
                 tokens.setdefault(response.choice, []).extend(response.token_ids)
                 if killed is None and sum(map(len, tokens.values())) >= stop_at:
-                    killed = busy_decode(mesh)
+                    killed = mesh.busy_decode()
                     mesh.kill(killed)
             assert killed
             assert tokens == wanted, f"seed {seed}"
@@ -175,7 +157,7 @@ def test_a_decode_worker_killed_at_any_token_changes_none(tmp_path):
             assert all(len(given) <= 120 for given in tokens.values())
             mesh.restart(killed)
         assert mesh.metrics("router")["flashmesh_router_failover_inexact_total"] == 0
-        wait_until(lambda: idle(mesh), "everything is free again")
+        mesh.wait_idle()
 
 
 def test_a_failover_after_the_prompts_blocks_are_lost_goes_on_and_is_counted(tmp_path):
@@ -194,7 +176,7 @@ def test_a_failover_after_the_prompts_blocks_are_lost_goes_on_and_is_counted(tmp
         tokens = list(next(stream).token_ids)
         mesh.kill("kvstore-0")
         mesh.restart("kvstore-0")
-        mesh.kill(busy_decode(mesh))
+        mesh.kill(mesh.busy_decode())
         for response in stream:
             tokens += response.token_ids
         assert len(tokens) == response.usage.completion_tokens == 60

@@ -16,13 +16,6 @@ from flashmesh.types import SamplingParams
 PARAMS = SamplingParams(max_tokens=400, temperature=1.0, seed=3)
 
 
-def busy_decode(mesh):
-    (name,) = (
-        name for name in mesh.names("decode") if mesh.metrics(name)["flashmesh_decode_requests"]
-    )
-    return name
-
-
 @pytest.mark.parametrize("how", ["kill", "suspend", "terminate"])
 def test_a_decode_worker_lost_mid_stream_costs_a_pause_not_a_token(tmp_path, how):
     settings = {
@@ -37,7 +30,7 @@ def test_a_decode_worker_lost_mid_stream_costs_a_pause_not_a_token(tmp_path, how
     ):
         stream = client.generate(prompt_request(prompt, PARAMS, seed=PARAMS.seed))
         tokens = list(next(stream).token_ids)
-        getattr(mesh, how)(busy_decode(mesh))
+        getattr(mesh, how)(mesh.busy_decode())
         for response in stream:
             tokens += response.token_ids
         inexact = mesh.metrics("router")["flashmesh_router_failover_inexact_total"]

@@ -5,7 +5,6 @@ import threading
 import pytest
 from support.mesh import start_mesh
 from support.prompts import mesh_answer, offline_tokens, random_prompt
-from support.waiting import wait_until
 
 from flashmesh.data import demo_folder
 from flashmesh.kernels.engine import load_engine
@@ -82,16 +81,7 @@ def test_greedy_is_the_argmax_and_needs_no_seed(mesh, engine):
 
 
 def test_when_all_is_done_nothing_is_held(mesh):
-    def idle():
-        node = mesh.metrics("kvstore-0")
-        used = [
-            mesh.metrics(name)[f'flashmesh_{kind}{{state="used"}}']
-            for name in ("prefill-0", "decode-0")
-            for kind in ("pages", "slots")
-        ]
-        return not any((*used, node["flashmesh_kv_leases"]))
-
-    wait_until(idle, "no page, slot or lease is held")
+    mesh.wait_idle()
     node = mesh.metrics("kvstore-0")
     assert node["flashmesh_kv_blocks"] > 0
     assert node['flashmesh_kv_bytes{state="leased",tier="memory"}'] == 0

@@ -41,25 +41,7 @@ def client(mesh):
 @pytest.fixture(autouse=True)
 def _nothing_stays_held(mesh):
     yield
-    wait_until(lambda: idle(mesh), "every worker and lease is free again")
-
-
-def idle(mesh):
-    """No page, slot, request, lease or waiting Get is held anywhere."""
-    for name in (*mesh.names("prefill"), *mesh.names("decode")):
-        values = mesh.metrics(name)
-        if values['flashmesh_pages{state="used"}'] or values['flashmesh_slots{state="used"}']:
-            return False
-        if values.get("flashmesh_decode_requests"):
-            return False
-    node = mesh.metrics("kvstore-0")
-    router = mesh.metrics("router")
-    return not (
-        node["flashmesh_kv_leases"]
-        or node["flashmesh_kv_waiting_gets"]
-        or router["flashmesh_router_requests"]
-        or router["flashmesh_router_leases"]
-    )
+    mesh.wait_idle()
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -164,11 +146,11 @@ def test_a_client_killed_mid_stream_leaves_nothing_held_and_the_blocks_stored(me
     )
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     assert child.stdout.readline()  # it streams
-    assert not idle(mesh)
+    assert mesh.held()
     child.send_signal(signal.SIGKILL)
     child.wait()
     child.stdout.close()
-    wait_until(lambda: idle(mesh), "the killed client's pages, slots and leases are free")
+    mesh.wait_idle()
     _, usage = mesh_answer(client, prompt, SamplingParams(max_tokens=2))
     assert usage.cached_tokens == 768
 

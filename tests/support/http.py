@@ -1,4 +1,4 @@
-"""Raw HTTP for what the official clients cannot send."""
+"""The official clients of a mesh, and raw HTTP for what they cannot send."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import http.client
 import json
 from typing import TYPE_CHECKING, Any
 
-from support.waiting import wait_until
+import anthropic
+import openai
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,23 +35,11 @@ def call(
         return response.status, names, response.read()
 
 
-def wait_idle(mesh: Mesh) -> None:
-    """Waits until no page, slot, request, lease or waiting Get is held anywhere."""
-    wait_until(lambda: not held(mesh), "nothing is held in the mesh")
+def openai_client(mesh: Mesh, key: str = "none") -> openai.OpenAI:
+    """The official client of a mesh, which tries once; a context manager."""
+    return openai.OpenAI(base_url=f"http://{mesh.http_address}/v1", api_key=key, max_retries=0)
 
 
-def held(mesh: Mesh) -> dict[str, float]:
-    """What is held, by the name of its metric."""
-    found: dict[str, float] = {}
-    for name in (*mesh.names("prefill"), *mesh.names("decode")):
-        values = mesh.metrics(name)
-        found[f"{name} pages"] = values['flashmesh_pages{state="used"}']
-        found[f"{name} slots"] = values['flashmesh_slots{state="used"}']
-    for name in mesh.names("kvstore"):
-        values = mesh.metrics(name)
-        found[f"{name} leases"] = values["flashmesh_kv_leases"]
-        found[f"{name} gets"] = values["flashmesh_kv_waiting_gets"]
-    router = mesh.metrics("router")
-    found["requests"] = router["flashmesh_router_requests"]
-    found["leases"] = router["flashmesh_router_leases"]
-    return {name: value for name, value in found.items() if value}
+def anthropic_client(mesh: Mesh, key: str = "none") -> anthropic.Anthropic:
+    """The other provider's."""
+    return anthropic.Anthropic(base_url=f"http://{mesh.http_address}", api_key=key, max_retries=0)

@@ -20,6 +20,7 @@ from flashmesh.launcher import Mesh as LaunchedMesh
 from flashmesh.launcher import MeshPlan, Process
 from flashmesh.redis_server import private_redis
 from flashmesh.rpc import CHANNEL_OPTIONS
+from support.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -86,6 +87,34 @@ class Mesh:
         url = f"http://{self.processes[name].metrics_address}/metrics"
         with urllib.request.urlopen(url, timeout=10) as response:
             return parse_metrics(response.read().decode())
+
+    def held(self) -> dict[str, float]:
+        """Pages, slots, requests, leases and waiting Gets that are held anywhere, by name."""
+        found: dict[str, float] = {}
+        for name in (*self.names("prefill"), *self.names("decode")):
+            values = self.metrics(name)
+            found[f"{name} pages"] = values['flashmesh_pages{state="used"}']
+            found[f"{name} slots"] = values['flashmesh_slots{state="used"}']
+            found[f"{name} requests"] = values.get("flashmesh_decode_requests", 0)
+        for name in self.names("kvstore"):
+            values = self.metrics(name)
+            found[f"{name} leases"] = values["flashmesh_kv_leases"]
+            found[f"{name} gets"] = values["flashmesh_kv_waiting_gets"]
+        router = self.metrics("router")
+        found["requests"] = router["flashmesh_router_requests"]
+        found["leases"] = router["flashmesh_router_leases"]
+        return {name: value for name, value in found.items() if value}
+
+    def wait_idle(self) -> None:
+        """Waits until nothing is held."""
+        wait_until(lambda: not self.held(), "nothing is held in the mesh")
+
+    def busy_decode(self) -> str:
+        """Name of the one decode worker that serves a request."""
+        (name,) = (
+            name for name in self.names("decode") if self.metrics(name)["flashmesh_decode_requests"]
+        )
+        return name
 
     def names(self, service: str) -> list[str]:
         """Names of a service's processes."""
