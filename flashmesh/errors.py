@@ -158,3 +158,7 @@ def from_rpc_error(error: grpc.RpcError, who: str) -> FlashmeshError:
     """
     kind = _FROM_STATUS.get(error.code(), FlashmeshError)
     return kind(f"{who}: {error.details()}")
+
+
+class KernelsUnavailable(FlashmeshError):
+    """This machine lacks what the kernels need: TileLang, or a Hopper GPU."""

@@ -82,7 +82,7 @@ def nvfp4_16(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def unpack_mxfp4_32(codes: Tensor, scales: Tensor) -> Tensor:
     """Inverse of `mxfp4_32`: uint8 `[..., n/2]` and `[..., n/32]` to fp32 `[..., n]`."""
-    values = _E2M1_VALUES[_unpack_nibbles(codes)].unflatten(-1, (-1, 32))
+    values = _E2M1_VALUES.to(codes.device)[_unpack_nibbles(codes)].unflatten(-1, (-1, 32))
     # Exponent byte 0 is 2^-127, a subnormal whose bits are not byte << 23.
     bits = torch.where(scales == 0, 1 << 22, scales.to(torch.int32) << 23)
     return (values * bits.view(torch.float32).unsqueeze(-1)).flatten(-2)
@@ -90,7 +90,7 @@ def unpack_mxfp4_32(codes: Tensor, scales: Tensor) -> Tensor:
 
 def unpack_nvfp4_16(codes: Tensor, scales: Tensor) -> Tensor:
     """Inverse of `nvfp4_16`: uint8 `[..., n/2]` and `[..., n/16]` to fp32 `[..., n]`."""
-    values = _E2M1_VALUES[_unpack_nibbles(codes)].unflatten(-1, (-1, 16))
+    values = _E2M1_VALUES.to(codes.device)[_unpack_nibbles(codes)].unflatten(-1, (-1, 16))
     scale = scales.contiguous().view(torch.float8_e4m3fn).float()
     return (values * scale.unsqueeze(-1)).flatten(-2)
 

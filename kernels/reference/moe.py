@@ -83,7 +83,7 @@ def routed(
     """
     num_rows, count = chosen.shape
     flat = chosen.flatten()
-    slots = torch.zeros(num_rows * count, x.shape[1])
+    slots = torch.zeros(num_rows * count, x.shape[1], device=x.device)
     order = flat.argsort(stable=True)
     ids, counts = torch.unique_consecutive(flat[order], return_counts=True)
     begin = 0

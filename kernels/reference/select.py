@@ -65,6 +65,6 @@ def candidate_mask(scores: Tensor, visible: Tensor, *, block: int, count: int) -
     last = (any_visible.sum(1, keepdim=True) - 1).clamp_(min=0)
     peaks = peaks.scatter(1, last, torch.inf)
     chosen = top_rows(peaks, any_visible, count)
-    kept = torch.zeros(scores.shape[0], num_blocks + 1, dtype=torch.bool)
+    kept = torch.zeros(scores.shape[0], num_blocks + 1, dtype=torch.bool, device=scores.device)
     kept.scatter_(1, torch.where(chosen < 0, num_blocks, chosen), True)
     return visible & kept[:, :num_blocks].repeat_interleave(block, 1)
