@@ -6,7 +6,8 @@ The hash is exact integer arithmetic over a compressed vocabulary, so any implem
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import copy
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import torch
@@ -149,7 +150,7 @@ class EngramHash:
             num_heads=config.engram_n_heads,
             start=config.engram_vocab_size,
         )
-        self._layers = {}
+        self._layers: dict[int, tuple[Tensor, ...]] = {}
         for layer, primes, size in zip(
             config.engram_layer_ids, all_primes, config.engram_num_embeddings, strict=True
         ):
@@ -162,6 +163,15 @@ class EngramHash:
             offsets = torch.cumsum(flat, 0) - flat
             factors = multipliers(layer, config.engram_compressed_vocab_size)
             self._layers[layer] = (torch.tensor(primes), offsets, factors)
+
+    def to(self, device: torch.device) -> Self:
+        """Returns the same hash for n-grams on a device."""
+        moved = copy.copy(self)
+        moved._table = self._table.to(device)
+        moved._layers = {
+            layer: tuple(part.to(device) for part in parts) for layer, parts in self._layers.items()
+        }
+        return moved
 
     def rows(self, layer: int, grams: Tensor) -> Tensor:
         """Hashes n-grams.

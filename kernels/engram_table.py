@@ -12,7 +12,7 @@ import numpy as np
 
 from flashmesh.kernels.formats import expand
 from flashmesh.kernels.shards import WHOLE_FILE_BYTES, MappedRows
-from flashmesh.kernels.stored_tensor import check_finite
+from flashmesh.kernels.stored_tensor import StoredTensor, check_finite
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,6 +60,12 @@ class EngramTable(NamedTuple):
         values = expand("F8row", self.weight.read(ids), scale)
         check_finite(values, self.place)
         return values
+
+    def stored(self) -> Tensor | StoredTensor:
+        """Reads the whole table."""
+        every = np.arange(len(self.weight.data))
+        weight = self.weight.read(every)
+        return weight if self.scale is None else StoredTensor("F8row", weight, self.scale.read(every))
 
     def scan(self) -> None:
         """Looks for NaN in a table small enough for it; others are checked as rows are read.

@@ -76,6 +76,13 @@ class Weights:
     def __contains__(self, name: str) -> bool:
         return name in self._values
 
+    def stored(self, name: str) -> Tensor | StoredTensor:
+        """Returns a tensor as it is kept, an Engram table read whole; KeyError for one that is not loaded."""
+        for layer, table in self._tables.items():
+            if name == engram_table_name(layer):
+                return table.stored()
+        return self._values[name]
+
     @property
     def num_bytes(self) -> int:
         """Bytes of memory behind all tensors."""

@@ -1,0 +1,191 @@
+"""Where a pass's rows stand: positions, caches, what each may see. All of it tensors, computed without the host.
+
+A pass lists rows of any sequences, those of one sequence next to each other with rising positions. Its windows are
+planned in one of two ways. A decode step stores its few rows into the rings and attends there. A prefill brings more
+rows than a ring holds, so it lays the rows before it and its own into a buffer and copies the last ones back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+
+from flashmesh.types import BLOCK_TOKENS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from flashmesh.kernels.device.caches import DeviceCaches
+
+
+@dataclass(slots=True)
+class DeviceRows:
+    """R rows of a pass over one half of the model.
+
+    Attributes:
+        ids: int64 `[R]` token ids.
+        grams: int64 `[R, 4]`, see `EngramHash.rows`.
+        pos: int32 `[R]` positions.
+        sequence: int32 `[R]` row of `page_table`.
+        slot: int32 `[R]` window slot.
+        begin: bool `[R]`, the first row of its sequence in the pass.
+        low: int32 `[R]`, first position whose window row may be seen.
+        text: bool `[R]`, False in an image span.
+        writes: bool `[R]`, False where the global row is kept as it is: a replayed row, or one that belongs to nobody.
+        alive: bool `[R]`, False for rows that fill up a recorded step.
+        page_table: int32 `[S, pages]`.
+        num_tokens: no position reaches it; a multiple of 256.
+    """
+
+    ids: Tensor
+    grams: Tensor
+    pos: Tensor
+    sequence: Tensor
+    slot: Tensor
+    begin: Tensor
+    low: Tensor
+    text: Tensor
+    writes: Tensor
+    alive: Tensor
+    page_table: Tensor
+    num_tokens: int
+
+    def select(self, keep: Tensor, begin: Tensor, low: Tensor) -> DeviceRows:
+        """Returns the rows at `keep` int64 `[n]`, with `begin` and `low` of their own."""
+        return DeviceRows(
+            self.ids[keep],
+            self.grams[keep],
+            self.pos[keep],
+            self.sequence[keep],
+            self.slot[keep],
+            begin,
+            low,
+            self.text[keep],
+            self.writes[keep],
+            self.alive[keep],
+            self.page_table,
+            self.num_tokens,
+        )
+
+    def global_row(self, ratio: int) -> Tensor:
+        """Returns int32 `[R]`, where the compressed row that ends here is stored; -1 where none does."""
+        pos, per_page = self.pos.long(), BLOCK_TOKENS // ratio
+        page = self.page_table[self.sequence.long(), pos // BLOCK_TOKENS]
+        row = page * per_page + pos % BLOCK_TOKENS // ratio
+        complete = self.writes & (pos % ratio == ratio - 1)
+        return torch.where(complete, row, -1).int()
+
+
+class WindowPlan(Protocol):
+    """Where window rows are stored and found during a pass.
+
+    Attributes:
+        store: int32 `[R]`, row of the buffer that each row's key goes to; -1 for none.
+        index: int32 `[R, W]`, rows of the buffer that each row sees, oldest first; -1 where there is none.
+    """
+
+    store: Tensor
+    index: Tensor
+
+    def buffer(self, layer: int) -> Tensor:
+        """Returns the rows that `store` and `index` speak of, uint8 `[n, bytes]`."""
+
+    def finish(self, layer: int) -> None:
+        """Puts the pass's rows where the next pass finds them."""
+
+
+class RingWindow:
+    """Stores into the rings and attends there: at most `MAX_ROLLBACK` rows of a sequence.
+
+    Args:
+        rows: of the pass.
+        caches: with the rings.
+        window: W.
+    """
+
+    def __init__(self, rows: DeviceRows, caches: DeviceCaches, window: int) -> None:
+        first = (rows.slot * caches.ring).unsqueeze(1)
+        seen = rows.pos.unsqueeze(1) - _offsets(window, rows.pos.device)
+        visible = (seen >= rows.low.unsqueeze(1)) & rows.alive.unsqueeze(1)
+        self._caches = caches
+        self.store = rows.slot * caches.ring + rows.pos % caches.ring
+        self.index = torch.where(visible, first + seen % caches.ring, -1)
+
+    def buffer(self, layer: int) -> Tensor:
+        return self._caches.window[layer]
+
+    def finish(self, layer: int) -> None:
+        pass
+
+
+class RowSpan(NamedTuple):
+    """Rows [begin, end) of a pass: one sequence's, from position `pos` on, in window slot `slot`."""
+
+    begin: int
+    end: int
+    pos: int
+    slot: int
+
+
+class SpanWindow:
+    """Attends in a buffer of the W rows before every span and the pass's own rows; any number of rows.
+
+    Args:
+        rows: of the pass.
+        spans: of the pass, in the order of `rows.sequence`.
+        caches: with the rings.
+        window: W.
+    """
+
+    def __init__(
+        self, rows: DeviceRows, spans: Sequence[RowSpan], caches: DeviceCaches, window: int
+    ) -> None:
+        device, ring = rows.pos.device, caches.ring
+        history = len(spans) * window
+        row = torch.arange(len(rows.pos), device=device)
+        owner = rows.sequence.long()
+        begins = torch.tensor([s.begin for s in spans], device=device)
+        own = (row - begins[owner]).unsqueeze(1) - _offsets(window, device)
+        at = torch.where(
+            own >= 0,
+            history + begins[owner].unsqueeze(1) + own,
+            owner.unsqueeze(1) * window + window + own,
+        )
+        seen = rows.pos.unsqueeze(1) - _offsets(window, device)
+        self._caches = caches
+        self._buffer = torch.empty(
+            history + len(rows.pos),
+            caches.window[0].shape[1],
+            dtype=torch.uint8,
+            device=device,
+        )
+        self.store = (history + row).int()
+        self.index = torch.where(seen >= rows.low.unsqueeze(1), at, -1).int()
+        self._old = torch.cat(
+            [s.slot * ring + torch.arange(s.pos - window, s.pos) % ring for s in spans]
+        ).to(device)
+        kept = [range(max(s.begin, s.end - ring), s.end) for s in spans]
+        self._new = torch.tensor([history + r for part in kept for r in part], device=device)
+        self._ring_rows = torch.tensor(
+            [
+                s.slot * ring + (s.pos + r - s.begin) % ring
+                for s, part in zip(spans, kept, strict=True)
+                for r in part
+            ],
+            device=device,
+        )
+
+    def buffer(self, layer: int) -> Tensor:
+        self._buffer[: len(self._old)] = self._caches.window[layer][self._old]
+        return self._buffer
+
+    def finish(self, layer: int) -> None:
+        self._caches.window[layer][self._ring_rows] = self._buffer[self._new]
+
+
+def _offsets(window: int, device: torch.device) -> Tensor:
+    return torch.arange(window - 1, -1, -1, dtype=torch.int32, device=device)

@@ -1,0 +1,380 @@
+"""The layers, top to bottom, through an op table.
+
+The same model as `kernels.model`, in the same order, with bf16 between ops. Sub-layers meet in one fused op: it adds
+what a sub-layer gave to the streams and mixes the next one's input in the same pass over memory. Nothing waits for
+the host, so a pass over rows of a fixed number can be recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flashmesh.kernels.reference.basics import frequencies, turns
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from flashmesh.kernels.config import ModelConfig
+    from flashmesh.kernels.device.caches import DeviceCaches
+    from flashmesh.kernels.device.inputs import DeviceRows, WindowPlan
+    from flashmesh.kernels.device.weights import Block, DeviceWeights
+    from flashmesh.kernels.engram import EngramHash
+    from flashmesh.kernels.ops.table import OpTable
+
+SubLayer = Callable[["Tensor", "Tensor | None"], "Tensor"]
+"""Normed input `[R, D]`, as it is and rounded (None where nothing rounds), to output `[R, D]`."""
+
+Angles = tuple["Tensor", "Tensor"]
+"""Cosines and sines, fp32 `[R, P/2]`."""
+
+
+@dataclass(slots=True)
+class Step:
+    """A block and its sub-layers; `enter` changes the streams before the block mixes them."""
+
+    block: Block
+    attention: SubLayer
+    moe: SubLayer
+    enter: Callable[[Tensor], Tensor] | None = None
+
+
+@dataclass(slots=True)
+class HalfPass:
+    """A pass over one half: its rows, their windows and angles, and what index sources have found so far.
+
+    Attributes:
+        angles: cosines and sines fp32 `[R, P/2]`, of window-only layers (False) and compressed ones (True).
+        candidates: block ids int32 `[R, n]` that reindexing layers select from; None while all blocks stand.
+        selected: by index source, physical rows int32 `[R, K]`.
+    """
+
+    rows: DeviceRows
+    windows: WindowPlan
+    angles: dict[bool, Angles]
+    candidates: Tensor | None = None
+    selected: dict[int, Tensor] = field(default_factory=dict)
+    features: list[Tensor] = field(default_factory=list)
+
+
+class DeviceModel:
+    """Weights, caches and ops of one device.
+
+    Args:
+        config: of the model.
+        weights: prepared for `ops`.
+        hashes: of the Engram layers, on the device.
+        caches: on the device.
+        ops: what runs.
+        round_activations: round inputs of F8 and F4 products to FP8-32, as released.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: DeviceWeights,
+        hashes: EngramHash,
+        caches: DeviceCaches,
+        ops: OpTable,
+        *,
+        round_activations: bool,
+    ) -> None:
+        self.config = config
+        self.caches = caches
+        self.ops = ops
+        self.observe: Callable[[str, int, Tensor], None] = lambda name, layer, value: None
+        self._w = weights
+        self._hashes = hashes
+        self.rounds = round_activations
+        device = weights.embed.device
+        row_bytes = config.head_dim // 2 + config.head_dim // 16
+        self.no_rows = torch.empty(0, row_bytes, dtype=torch.uint8, device=device)
+        self._frequencies = {
+            kind: frequencies(config, compressed=kind).to(device) for kind in (False, True)
+        }
+
+    def begin(self, rows: DeviceRows, windows: WindowPlan) -> HalfPass:
+        """Starts a pass over one half."""
+        return HalfPass(
+            rows,
+            windows,
+            {kind: self.angles(rows.pos, compressed=kind) for kind in self._frequencies},
+        )
+
+    def forward(
+        self,
+        encoder: HalfPass,
+        decoder: HalfPass | None,
+        keep: Tensor | None,
+        wanted: Tensor | None = None,
+    ) -> Tensor | None:
+        """Runs a pass.
+
+        Args:
+            encoder: all rows.
+            decoder: those that run the decoder half too; None where there are none.
+            keep: int64, their places among all rows; None for all.
+            wanted: int64, places in `decoder` that give logits; None for all.
+
+        Returns:
+            Logits fp32 `[n, V]`; None without a decoder half.
+        """
+        c, first = self.config, self.config.num_encoder_layers
+        streams = self._w.embed[encoder.rows.ids].unsqueeze(1).repeat(1, c.hc_mult, 1)
+        carried = torch.zeros(len(streams), c.hc_mult, device=streams.device)
+        carried[:, 0] = 1
+        streams, carried = self.run_layers(range(first), encoder, streams, carried)
+        block = self._w.blocks[first]
+        x = self.ops.collapse_norm(streams, carried, block.attn_norm, c.rms_norm_eps)
+        self._write_global_rows(first, encoder, x)
+        if decoder is None:
+            return None
+        if keep is not None:
+            streams, carried = streams[keep], carried[keep]
+        layers = range(first, c.num_hidden_layers)
+        streams, carried = self.run_layers(layers, decoder, streams, carried)
+        if wanted is not None:
+            streams, carried = streams[wanted], carried[wanted]
+        hidden = self.ops.collapse_norm(streams, carried, self._w.norm, c.rms_norm_eps)
+        return self.ops.plain_linear(hidden, self._w.head, torch.float32)
+
+    def run_layers(
+        self, layers: range, state: HalfPass, streams: Tensor, carried: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Runs consecutive layers of one half; returns the streams and the pre-mix that leave the last."""
+        steps = [
+            Step(
+                self._w.blocks[layer],
+                partial(self._attention, layer, state),
+                partial(self._moe, layer, state.rows),
+                partial(self._enter, layer, state) if self._is_entered(layer) else None,
+            )
+            for layer in layers
+        ]
+        return self.run_blocks(steps, streams, carried, layers.start)
+
+    def run_blocks(
+        self, steps: Sequence[Step], streams: Tensor, carried: Tensor, first: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Runs blocks around the streams; `first` numbers them for observers."""
+        mixed: Any = None
+        for place, step in enumerate(steps):
+            block = step.block
+            if mixed is None:
+                if step.enter is not None:
+                    streams = step.enter(streams)
+                mixed = self.ops.mix(
+                    streams, carried, block.attn_mix, block.attn_norm, *self._mixing()
+                )
+            y = step.attention(mixed.x, mixed.x_rounded)
+            self.observe("attn_out", first + place, y)
+            streams, mixed = self._spread_mix(
+                streams, y, mixed, mixed.pre, block.ffn_mix, block.ffn_norm
+            )
+            y = step.moe(mixed.x, mixed.x_rounded)
+            self.observe("ffn_out", first + place, y)
+            carried = mixed.pre
+            following = steps[place + 1] if place + 1 < len(steps) else None
+            if following is None or following.enter is not None:
+                streams, mixed = self.ops.spread(streams, y, mixed.post, mixed.comb), None
+            else:
+                block = following.block
+                streams, mixed = self._spread_mix(
+                    streams, y, mixed, carried, block.attn_mix, block.attn_norm
+                )
+            self.observe("streams", first + place + 1, streams)
+            self.observe("carried_pre", first + place + 1, carried)
+        return streams, carried
+
+    def _is_entered(self, layer: int) -> bool:
+        c = self.config
+        return layer in c.engram_layer_ids or layer in c.dspark_target_layer_ids
+
+    def _enter(self, layer: int, state: HalfPass, streams: Tensor) -> Tensor:
+        """What comes before a block's mixing: Engram, and the features that drafts are made from."""
+        engram = self._w.blocks[layer].engram
+        if engram is not None:
+            found = self._hashes.rows(layer, state.rows.grams)
+            rows = self.ops.engram_rows(engram.codes, engram.scales, found)
+            kv = self.ops.dense(rows, engram.wkv)
+            text = state.rows.text
+            streams = self.ops.engram_gate(streams, kv, engram.q_weight, engram.k_weight, text)
+        if layer in self.config.dspark_target_layer_ids:
+            state.features.append(streams.float().mean(1).bfloat16())
+        return streams
+
+    def _spread_mix(
+        self,
+        streams: Tensor,
+        y: Tensor,
+        mixed: Any,
+        carried: Tensor,
+        weights: Any,
+        norm: Tensor,
+    ) -> tuple[Tensor, Any]:
+        return self.ops.spread_mix(
+            streams, y, mixed.post, mixed.comb, carried, weights, norm, *self._mixing()
+        )
+
+    def _mixing(self) -> tuple[int, float, float, bool]:
+        c = self.config
+        return c.hc_sinkhorn_iters, c.hc_eps, c.rms_norm_eps, self.rounds
+
+    def _attention(self, layer: int, state: HalfPass, x: Tensor, rounded: Tensor | None) -> Tensor:
+        c, block = self.config, self._w.blocks[layer]
+        ratio = c.ratio(layer)
+        angles, windows = state.angles[ratio > 0], state.windows
+        window = windows.buffer(layer)
+        latent, q = self.queries(block, x, rounded, angles, window, windows.store)
+        if ratio:
+            # The first decoder layer's rows are written before the halves part (see `forward`).
+            if block.compressor is not None and layer < c.num_encoder_layers:
+                self._write_global_rows(layer, state, x)
+            if block.indexer is not None:
+                state.selected[layer] = self._select(layer, state, x, latent)
+            kv = self.caches.kv[_known(c.kv_source(layer))]
+            selected = state.selected[_known(c.index_source(layer))]
+        else:
+            kv, selected = self.no_rows, windows.index[:, :0]
+        y = self.attend(block, q, angles, window, windows.index, kv, selected)
+        windows.finish(layer)
+        return y
+
+    def queries(
+        self,
+        block: Block,
+        x: Tensor,
+        rounded: Tensor | None,
+        angles: Angles,
+        window: Tensor,
+        store: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns query latents `[R, Q]` and unrotated queries `[R, H, E]`; stores the rows' keys in `window`."""
+        c, ops = self.config, self.ops
+        latent = ops.query_latent_and_window(
+            ops.dense(x if rounded is None else rounded, block.latents),
+            block.q_norm,
+            block.kv_norm,
+            *angles,
+            window,
+            store,
+            c.rms_norm_eps,
+        )[int(self.rounds)]
+        q = ops.dense(latent, block.queries).view(-1, c.num_attention_heads, c.head_dim)
+        return latent, q
+
+    def attend(
+        self,
+        block: Block,
+        q: Tensor,
+        angles: Angles,
+        window: Tensor,
+        index: Tensor,
+        kv: Tensor,
+        selected: Tensor,
+    ) -> Tensor:
+        """Attends to window and compressed rows and projects back: `[R, D]`."""
+        ops, scale = self.ops, self.config.head_dim**-0.5
+        out = ops.sparse_attention(q, *angles, window, index, kv, selected, block.sink, scale)
+        grouped = ops.dense(out.flatten(1), block.output_a)
+        return ops.dense(ops.round_rows(grouped) if self.rounds else grouped, block.output_b)
+
+    def _write_global_rows(self, layer: int, state: HalfPass, x: Tensor) -> None:
+        """Compresses the rows of a KV source and stores those that may be written."""
+        c, ops, rows = self.config, self.ops, state.rows
+        block, ratio = self._w.blocks[layer].compressor, c.ratio(layer)
+        assert block is not None
+        angles = state.angles[True]
+        if block.gate is not None:
+            # A pair stands at the position of its first token.
+            angles = self.angles(rows.pos // ratio * ratio, compressed=True)
+            value = ops.plain_linear(x, block.value, torch.float32)
+            gate = ops.plain_linear(x, block.gate, torch.float32)
+            open_pair = self.caches.open_pair[layer]
+            joined = ops.join_pairs(value, gate, open_pair, rows.slot, rows.pos, rows.begin)
+        else:
+            joined = ops.plain_linear(x, block.value, torch.bfloat16)
+        latent = ops.rms_norm(joined, block.norm, c.rms_norm_eps, False)
+        key = ops.plain_linear(latent, block.key, torch.bfloat16)
+        at = rows.global_row(ratio)
+        ops.store_compressed(latent, *angles, self.caches.kv[layer], at)
+        keys = self.caches.ik[layer]
+        ops.store_index_key(key, block.key_norm, *angles, keys, at, c.rms_norm_eps)
+
+    def _select(self, layer: int, state: HalfPass, x: Tensor, latent: Tensor) -> Tensor:
+        """Scores the source's index keys and selects; returns physical rows int32 `[R, K]`."""
+        c, ops, rows = self.config, self.ops, state.rows
+        block, source, ratio = self._w.blocks[layer].indexer, c.kv_source(layer), c.ratio(layer)
+        assert block is not None
+        queries = ops.index_queries(
+            ops.dense(latent, block.queries), *state.angles[True], c.index_head_dim
+        )
+        heads = ops.plain_linear(x, block.heads, torch.float32)
+        heads = heads * (c.index_head_dim**-0.5 * c.index_n_heads**-0.5)
+        visible = (rows.pos + 1) // ratio * rows.alive
+        keys = (self.caches.ik[_known(source)], rows.page_table, rows.sequence)
+        if state.candidates is not None and layer != c.candidate_source_layer_id:
+            blocks, size = state.candidates, c.candidate_block_size
+            scores = ops.candidate_scores(queries, heads, *keys, visible, blocks, block=size)
+            # Blocks rise and the last one holds the last key: candidates that may be taken come first.
+            taken = (-(-visible // size)).clamp(max=c.candidate_topk_blocks) * size
+            chosen = ops.top_rows(scores, taken - (-visible % size), c.index_topk)
+            chosen = ops.gather_columns(chosen, blocks, block=size)
+        else:
+            num_columns = rows.num_tokens // ratio
+            scores = ops.index_scores(queries, heads, *keys, visible, num_columns)
+            chosen = ops.top_rows(scores, visible, c.index_topk)
+            if (
+                layer == c.candidate_source_layer_id
+                and num_columns > c.candidate_topk_blocks * c.candidate_block_size
+            ):
+                state.candidates = ops.top_blocks(
+                    scores,
+                    visible,
+                    block=c.candidate_block_size,
+                    count=c.candidate_topk_blocks,
+                )
+        self.observe("topk", layer, chosen)
+        per_page = self.caches.rows[_known(source)]
+        return ops.physical_rows(chosen, rows.page_table, rows.sequence, per_page)
+
+    def _moe(self, layer: int, rows: DeviceRows, x: Tensor, rounded: Tensor | None) -> Tensor:
+        block, count = self._w.blocks[layer], self.config.num_experts_per_tok
+        return self.moe(block, count, rows.text, rows.alive, x, rounded)
+
+    def moe(
+        self,
+        block: Block,
+        count: int,
+        text: Tensor,
+        alive: Tensor,
+        x: Tensor,
+        rounded: Tensor | None,
+    ) -> Tensor:
+        """Returns the sum of `count` routed experts and the shared one, `[R, D]`; rows not alive are routed nowhere."""
+        c, ops = self.config, self.ops
+        gate = (block.gate, block.bias, block.bias_image)
+        ids, weights = ops.route(x, *gate, text, count, c.routed_scaling_factor)
+        self.observe("route_idx", 0, ids)
+        ids = ids.masked_fill(~alive.unsqueeze(1), -1)
+        inner = x if rounded is None else rounded
+        up = ops.swiglu(ops.dense(inner, block.shared_up), c.swiglu_limit, self.rounds)
+        shared = ops.dense(up, block.shared_down)
+        return ops.experts(inner, ids, weights, block.experts, c.swiglu_limit, self.rounds, shared)
+
+    def angles(self, pos: Tensor, *, compressed: bool) -> Angles:
+        """Returns cosines and sines fp32 `[R, P/2]` of rows at positions `[R]`."""
+        turn = turns(pos, self._frequencies[compressed])
+        return turn.real.contiguous(), turn.imag.contiguous()
+
+
+def _known(layer: int | None) -> int:
+    """A compressed layer has sources: the configuration was checked for it."""
+    assert layer is not None
+    return layer

@@ -1,0 +1,287 @@
+"""Sequences on a device: prefill in chunks, decode steps as recorded graphs.
+
+A decode step's rows are filled up to a recorded size, and its page table to a recorded length, with rows that belong to
+nobody. On a device without graphs the same step runs directly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from flashmesh.errors import InvalidRequest
+from flashmesh.kernels.device.inputs import DeviceRows, RingWindow, RowSpan, SpanWindow
+from flashmesh.kernels.engram import BLOCKED, LOOK_BACK
+from flashmesh.kernels.pages import MAX_ROLLBACK, FreeList
+from flashmesh.types import BLOCK_TOKENS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from flashmesh.kernels.device.draft import DeviceDrafter
+    from flashmesh.kernels.device.model import DeviceModel, HalfPass
+
+REPLAY_ROWS = 140
+"""Last rows of a prompt that run the decoder half: the window, and room to take back 12."""
+
+CHUNK_ROWS = 16384
+MIN_TOKENS = 4096
+"""Shortest context that decode steps are recorded for; longer ones double."""
+
+
+@dataclass(slots=True)
+class DeviceSequence:
+    """One sequence: where its rows lie, and the tokens that have been run.
+
+    Attributes:
+        low: first position whose window rows of the decoder half exist.
+    """
+
+    slot: int
+    pages: list[int]
+    tokens: list[int] = field(default_factory=list)
+    low: int = 0
+
+
+@dataclass(slots=True)
+class _Recorded:
+    """A decode step of fixed sizes: buffers that it reads, and the logits it leaves."""
+
+    rows: DeviceRows
+    logits: Tensor
+    graph: torch.cuda.CUDAGraph | None
+
+
+class DeviceRunner:
+    """Steps sequences through a device model.
+
+    Args:
+        model: with its caches.
+        max_tokens: of a sequence.
+        use_graphs: record decode steps; needs a CUDA device.
+    """
+
+    def __init__(self, model: DeviceModel, max_tokens: int, *, use_graphs: bool) -> None:
+        self.model = model
+        self.drafter: DeviceDrafter | None = None
+        """Gets the context rows of every token that runs the decoder half."""
+        self._max_tokens = max_tokens
+        self._use_graphs = use_graphs
+        caches = model.caches
+        self._slots = FreeList(caches.num_slots, "slots")
+        self._pages = FreeList(caches.num_pages, "pages")
+        self._device = caches.window[0].device
+        self._recorded: dict[tuple[int, int, int], _Recorded] = {}
+
+    def open(self, num_tokens: int) -> DeviceSequence:
+        """Starts a sequence of at most `num_tokens` tokens.
+
+        Raises:
+            InvalidRequest: more tokens than this runner takes.
+            NoFreeBlocks: no slot, or too few pages, are free.
+        """
+        if num_tokens > self._max_tokens:
+            raise InvalidRequest(f"{num_tokens} tokens, a sequence has {self._max_tokens} at most")
+        (slot,) = self._slots.take(1)
+        try:
+            return DeviceSequence(slot, self._pages.take(-(-num_tokens // BLOCK_TOKENS)))
+        except BaseException:
+            self._slots.give([slot])
+            raise
+
+    def close(self, sequence: DeviceSequence) -> None:
+        """Gives a sequence's slot and pages back."""
+        self._slots.give([sequence.slot])
+        self._pages.give(sequence.pages)
+
+    @torch.inference_mode()
+    def prefill(
+        self,
+        sequence: DeviceSequence,
+        tokens: Sequence[int],
+        *,
+        decoder_rows: int = REPLAY_ROWS,
+        chunk_rows: int = CHUNK_ROWS,
+    ) -> Tensor:
+        """Runs a prompt: the encoder half over all of it, the decoder half over its last rows.
+
+        Args:
+            sequence: without tokens so far.
+            tokens: at least one.
+            decoder_rows: how many rows run the decoder half.
+            chunk_rows: most rows of a pass.
+
+        Returns:
+            Logits fp32 `[V]` of the last row.
+
+        Raises:
+            InvalidRequest: too few decoder rows for a full window, and room to take rows back.
+        """
+        if decoder_rows < self.model.config.sliding_window + MAX_ROLLBACK:
+            raise InvalidRequest(
+                f"{decoder_rows} rows of the decoder half do not fill a window that may be rolled back"
+            )
+        sequence.low = max(0, len(tokens) - decoder_rows)
+        logits: Tensor | None = None
+        for begin in range(0, len(tokens), chunk_rows):
+            part = list(tokens[begin : begin + chunk_rows])
+            logits = self._prefill_pass(sequence, part)
+            sequence.tokens += part
+        assert logits is not None
+        return logits[0]
+
+    def _prefill_pass(self, sequence: DeviceSequence, tokens: list[int]) -> Tensor | None:
+        first, count = len(sequence.tokens), len(tokens)
+        model, window = self.model, self.model.config.sliding_window
+        rows = self._rows([(sequence, tokens)], count, self._num_tokens(first + count), 1)
+        span = RowSpan(0, count, first, sequence.slot)
+        encoder = model.begin(rows, SpanWindow(rows, [span], model.caches, window))
+        kept = max(0, sequence.low - first)
+        if kept >= count:
+            model.forward(encoder, None, None)
+            return None
+        keep = torch.arange(kept, count, device=self._device)
+        low = torch.full_like(rows.low[kept:], sequence.low)
+        half = rows.select(keep, keep == kept, low)
+        span = RowSpan(0, count - kept, first + kept, sequence.slot)
+        decoder = model.begin(half, SpanWindow(half, [span], model.caches, window))
+        logits = model.forward(encoder, decoder, keep, keep[-1:] - kept)
+        self._remember(decoder)
+        return logits
+
+    @torch.inference_mode()
+    def decode(self, batch: Sequence[tuple[DeviceSequence, Sequence[int]]]) -> list[Tensor]:
+        """Runs one step.
+
+        Args:
+            batch: sequences, each with the tokens to run: one, or one and the drafts to verify.
+
+        Returns:
+            For each, logits fp32 `[tokens, V]`; they are overwritten by the next step.
+
+        Raises:
+            InvalidRequest: a sequence brings no token, too many, or more than it has pages for.
+        """
+        for sequence, tokens in batch:
+            end = len(sequence.tokens) + len(tokens)
+            if not 0 < len(tokens) <= MAX_ROLLBACK or end > len(sequence.pages) * BLOCK_TOKENS:
+                raise InvalidRequest(f"{len(tokens)} tokens up to {end} in a decode step")
+        total = sum(len(tokens) for _, tokens in batch)
+        longest = max(len(sequence.tokens) + len(tokens) for sequence, tokens in batch)
+        num_rows = _bucket(total)
+        key = (num_rows, _bucket(len(batch)), self._num_tokens(longest))
+        rows = self._rows(batch, *self._sizes(key))
+        step = self._recorded.get(key)
+        if step is None:
+            step = self._record(rows)
+            self._recorded[key] = step
+        else:
+            _copy_rows(rows, step.rows)
+        if step.graph is not None:
+            step.graph.replay()
+        else:
+            step.logits = self._step(step.rows)
+        for sequence, tokens in batch:
+            sequence.tokens += tokens
+        return list(step.logits[:total].split([len(tokens) for _, tokens in batch]))
+
+    @staticmethod
+    def _sizes(key: tuple[int, int, int]) -> tuple[int, int, int]:
+        num_rows, num_sequences, num_tokens = key
+        return num_rows, num_tokens, num_sequences
+
+    def _record(self, rows: DeviceRows) -> _Recorded:
+        if not self._use_graphs:
+            return _Recorded(rows, torch.empty(0), None)
+        # Kernels are built and libraries set up outside the recording.
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self._step(rows)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = self._step(rows)
+        return _Recorded(rows, logits, graph)
+
+    def _step(self, rows: DeviceRows) -> Tensor:
+        model = self.model
+        state = model.begin(rows, RingWindow(rows, model.caches, model.config.sliding_window))
+        logits = model.forward(state, state, None)
+        assert logits is not None
+        self._remember(state)
+        return logits
+
+    def _remember(self, half: HalfPass) -> None:
+        if self.drafter is not None:
+            features = torch.cat(half.features, 1)
+            self.drafter.remember(half.rows, features, half.angles[False])
+
+    def _rows(
+        self,
+        batch: Sequence[tuple[DeviceSequence, Sequence[int]]],
+        num_rows: int,
+        num_tokens: int,
+        num_sequences: int,
+    ) -> DeviceRows:
+        """Lays rows out one after the other, filled up with rows that belong to nobody."""
+        caches = self.model.caches
+        ids, grams, pos, owner, slots, begin = [], [], [], [], [], []
+        table = torch.full((num_sequences, num_tokens // BLOCK_TOKENS), caches.num_pages)
+        for place, (sequence, tokens) in enumerate(batch):
+            first = len(sequence.tokens)
+            known = [BLOCKED] * LOOK_BACK + sequence.tokens[-LOOK_BACK:] + list(tokens)
+            known = known[-LOOK_BACK - len(tokens) :]
+            grams += [known[n : n + LOOK_BACK + 1][::-1] for n in range(len(tokens))]
+            ids += tokens
+            pos += range(first, first + len(tokens))
+            owner += [place] * len(tokens)
+            slots += [sequence.slot] * len(tokens)
+            begin += [True] + [False] * (len(tokens) - 1)
+            table[place, : len(sequence.pages)] = torch.tensor(
+                sequence.pages[: table.shape[1]], dtype=table.dtype
+            )
+        alive, spare = len(ids), num_rows - len(ids)
+        on = {"device": self._device}
+
+        def column(values: list[int], filler: int) -> Tensor:
+            return torch.tensor(values + [filler] * spare, dtype=torch.int32).to(**on)
+
+        is_alive = (torch.arange(num_rows) < alive).to(**on)
+        return DeviceRows(
+            ids=torch.tensor(ids + [0] * spare).to(**on),
+            grams=torch.tensor(grams + [[BLOCKED] * (LOOK_BACK + 1)] * spare).to(**on),
+            pos=column(pos, 0),
+            sequence=column(owner, num_sequences - 1),
+            slot=column(slots, caches.num_slots),
+            begin=torch.tensor(begin + [True] * spare).to(**on),
+            low=column([0] * alive, 0),
+            text=torch.ones(num_rows, dtype=torch.bool, **on),
+            writes=is_alive,
+            alive=is_alive,
+            page_table=table.int().to(**on),
+            num_tokens=num_tokens,
+        )
+
+    def _num_tokens(self, count: int) -> int:
+        """The recorded context length that holds `count` tokens."""
+        length = MIN_TOKENS
+        while length < count:
+            length *= 2
+        return length
+
+
+def _bucket(count: int) -> int:
+    """Rows of the recorded step that holds `count`: powers of two, then multiples of 8."""
+    return 1 << (count - 1).bit_length() if count <= 8 else -(-count // 8) * 8
+
+
+def _copy_rows(source: DeviceRows, target: DeviceRows) -> None:
+    for name in ("ids", "grams", "pos", "sequence", "slot", "begin", "low", "text", "page_table"):
+        getattr(target, name).copy_(getattr(source, name))
+    target.alive.copy_(source.alive)
+    target.writes.copy_(source.writes)
