@@ -15,7 +15,7 @@ STAMP := .venv/.installed
 PROTOS := $(wildcard protos/flashmesh/v1/*.proto)
 ARGS ?=
 
-.PHONY: help setup up test soak golden protos format lint types bench config-reference wheel check clean
+.PHONY: help setup up test soak golden protos format lint types bench kernels-compile config-reference wheel check clean
 
 help: ## Show this help.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -62,6 +62,9 @@ types: wheel ## Type-check what ships: a fresh wheel, unpacked (mypy cannot see 
 
 bench: setup ## Run every benchmark (ARGS="--json FILE" keeps the figures).
 	$(BIN)/flashmesh bench all $(ARGS)
+
+kernels-compile: setup ## Build every GPU kernel for Hopper; needs nvcc, no GPU (ARGS="dense" selects).
+	$(BIN)/python -m flashmesh.kernels.tilelang.compile $(ARGS)
 
 wheel: setup ## Build the wheel into build/wheel/.
 	rm -rf build

@@ -51,6 +51,7 @@ class HalfPass:
 
     Attributes:
         angles: cosines and sines fp32 `[R, P/2]`, of window-only layers (False) and compressed ones (True).
+        pair_angles: of compressed layers where two tokens share a row, which stands at the first one's position.
         candidates: block ids int32 `[R, n]` that reindexing layers select from; None while all blocks stand.
         selected: by index source, physical rows int32 `[R, K]`.
     """
@@ -58,9 +59,24 @@ class HalfPass:
     rows: DeviceRows
     windows: WindowPlan
     angles: dict[bool, Angles]
+    pair_angles: Angles
     candidates: Tensor | None = None
     selected: dict[int, Tensor] = field(default_factory=dict)
     features: list[Tensor] = field(default_factory=list)
+    _visible: dict[int, Tensor] = field(default_factory=dict)
+    _global_row: dict[int, Tensor] = field(default_factory=dict)
+
+    def visible(self, ratio: int) -> Tensor:
+        """Returns int32 `[R]`, how many compressed rows each row may see."""
+        if ratio not in self._visible:
+            self._visible[ratio] = (self.rows.pos + 1) // ratio * self.rows.alive
+        return self._visible[ratio]
+
+    def global_row(self, ratio: int) -> Tensor:
+        """Returns int32 `[R]`, see `DeviceRows.global_row`."""
+        if ratio not in self._global_row:
+            self._global_row[ratio] = self.rows.global_row(ratio)
+        return self._global_row[ratio]
 
 
 class DeviceModel:
@@ -101,11 +117,9 @@ class DeviceModel:
 
     def begin(self, rows: DeviceRows, windows: WindowPlan) -> HalfPass:
         """Starts a pass over one half."""
-        return HalfPass(
-            rows,
-            windows,
-            {kind: self.angles(rows.pos, compressed=kind) for kind in self._frequencies},
-        )
+        angles = {kind: self.angles(rows.pos, compressed=kind) for kind in self._frequencies}
+        # A pair of tokens stands at the position of its first one.
+        return HalfPass(rows, windows, angles, self.angles(rows.pos // 2 * 2, compressed=True))
 
     def forward(
         self,
@@ -292,8 +306,7 @@ class DeviceModel:
         assert block is not None
         angles = state.angles[True]
         if block.gate is not None:
-            # A pair stands at the position of its first token.
-            angles = self.angles(rows.pos // ratio * ratio, compressed=True)
+            angles = state.pair_angles
             value = ops.plain_linear(x, block.value, torch.float32)
             gate = ops.plain_linear(x, block.gate, torch.float32)
             open_pair = self.caches.open_pair[layer]
@@ -302,7 +315,7 @@ class DeviceModel:
             joined = ops.plain_linear(x, block.value, torch.bfloat16)
         latent = ops.rms_norm(joined, block.norm, c.rms_norm_eps, False)
         key = ops.plain_linear(latent, block.key, torch.bfloat16)
-        at = rows.global_row(ratio)
+        at = state.global_row(ratio)
         ops.store_compressed(latent, *angles, self.caches.kv[layer], at)
         keys = self.caches.ik[layer]
         ops.store_index_key(key, block.key_norm, *angles, keys, at, c.rms_norm_eps)
@@ -315,9 +328,9 @@ class DeviceModel:
         queries = ops.index_queries(
             ops.dense(latent, block.queries), *state.angles[True], c.index_head_dim
         )
+        # Left out: the constant that the model scales these by, which changes no ranking.
         heads = ops.plain_linear(x, block.heads, torch.float32)
-        heads = heads * (c.index_head_dim**-0.5 * c.index_n_heads**-0.5)
-        visible = (rows.pos + 1) // ratio * rows.alive
+        visible = state.visible(ratio)
         keys = (self.caches.ik[_known(source)], rows.page_table, rows.sequence)
         if state.candidates is not None and layer != c.candidate_source_layer_id:
             blocks, size = state.candidates, c.candidate_block_size

@@ -230,7 +230,12 @@ class DeviceRunner:
     ) -> DeviceRows:
         """Lays rows out one after the other, filled up with rows that belong to nobody."""
         caches = self.model.caches
-        ids, grams, pos, owner, slots, begin = [], [], [], [], [], []
+        ids: list[int] = []
+        grams: list[list[int]] = []
+        pos: list[int] = []
+        owner: list[int] = []
+        slots: list[int] = []
+        begin: list[bool] = []
         table = torch.full((num_sequences, num_tokens // BLOCK_TOKENS), caches.num_pages)
         for place, (sequence, tokens) in enumerate(batch):
             first = len(sequence.tokens)
@@ -246,24 +251,24 @@ class DeviceRunner:
                 sequence.pages[: table.shape[1]], dtype=table.dtype
             )
         alive, spare = len(ids), num_rows - len(ids)
-        on = {"device": self._device}
+        device = self._device
 
         def column(values: list[int], filler: int) -> Tensor:
-            return torch.tensor(values + [filler] * spare, dtype=torch.int32).to(**on)
+            return torch.tensor(values + [filler] * spare, dtype=torch.int32).to(device)
 
-        is_alive = (torch.arange(num_rows) < alive).to(**on)
+        is_alive = (torch.arange(num_rows) < alive).to(device)
         return DeviceRows(
-            ids=torch.tensor(ids + [0] * spare).to(**on),
-            grams=torch.tensor(grams + [[BLOCKED] * (LOOK_BACK + 1)] * spare).to(**on),
+            ids=torch.tensor(ids + [0] * spare).to(device),
+            grams=torch.tensor(grams + [[BLOCKED] * (LOOK_BACK + 1)] * spare).to(device),
             pos=column(pos, 0),
             sequence=column(owner, num_sequences - 1),
             slot=column(slots, caches.num_slots),
-            begin=torch.tensor(begin + [True] * spare).to(**on),
+            begin=torch.tensor(begin + [True] * spare).to(device),
             low=column([0] * alive, 0),
-            text=torch.ones(num_rows, dtype=torch.bool, **on),
+            text=torch.ones(num_rows, dtype=torch.bool, device=device),
             writes=is_alive,
             alive=is_alive,
-            page_table=table.int().to(**on),
+            page_table=table.int().to(device),
             num_tokens=num_tokens,
         )
 

@@ -124,7 +124,11 @@ def top_blocks(scores: Tensor, visible: Tensor, *, block: int = 8, count: int = 
         int32 `[T, count]`, ids of blocks that have visible columns, ascending, then -1.
     """
     column = torch.arange(scores.shape[1], device=scores.device)
-    peaks = scores.masked_fill(column >= visible[:, None], -torch.inf).unflatten(1, (-1, block)).amax(-1)
+    peaks = (
+        scores.masked_fill(column >= visible[:, None], -torch.inf)
+        .unflatten(1, (-1, block))
+        .amax(-1)
+    )
     present = (visible + block - 1) // block
     ids = column[: peaks.shape[1]]
     peaks = torch.where(ids == present[:, None] - 1, torch.inf, peaks)
@@ -167,7 +171,9 @@ def physical_rows(
 
 def expand_blocks(blocks: Tensor, block: int) -> Tensor:
     """Returns the keys `[T, B * block]` of blocks, -1 where there is no block."""
-    keys = blocks[:, :, None] * block + torch.arange(block, device=blocks.device, dtype=blocks.dtype)
+    keys = blocks[:, :, None] * block + torch.arange(
+        block, device=blocks.device, dtype=blocks.dtype
+    )
     return torch.where(blocks[:, :, None] < 0, -1, keys).flatten(1)
 
 

@@ -170,7 +170,7 @@ def index_queries(iq: Tensor, cos: Tensor, sin: Tensor, width: int = 128) -> Ten
     Returns:
         bf16 `[T, I, F]`, exact.
     """
-    heads = _rotated(iq.view(len(iq), -1, width), cos, sin)
+    heads = _rotated(iq.unflatten(1, (-1, width)), cos, sin)
     return mxfp4_32(heads.float())[2].bfloat16()
 
 

@@ -32,7 +32,7 @@ class Lists(NamedTuple):
 
 
 class SampleParams(NamedTuple):
-    """How to draw from R rows; tensors on the device of the logits. `flashmesh.types.SamplingParams` says what is valid.
+    """How to draw from R rows: tensors on the device of the logits, valid as `flashmesh.types.SamplingParams` says.
 
     Attributes:
         temperature: fp32 `[R]`; 0 takes the largest value, the lowest id of equal ones.
@@ -87,8 +87,8 @@ def sample(logits: Tensor, params: SampleParams) -> Sampled:
     A row is not drawn (token -1) if it has a NaN, if its largest logit is not finite, or if it admits no token.
 
     Kernels compute in fp32 where this function has float64. They may choose another token only where two candidates
-    are within rounding: if scores plus noise differ by less than 2e-5, or if a token's cumulative mass is within 1e-5 of
-    `top_p`, or its score within 2e-5 of the one that `min_p` asks.
+    are within rounding: if scores plus noise differ by less than 3e-5, or if the mass up to a token is within
+    1e-5 of `top_p` times the whole, or its score within 2e-5 of the one that `min_p` asks.
 
     Args:
         logits: fp32 `[R, vocab]`; -inf excludes a token.

@@ -8,7 +8,7 @@ way that changes a row's bits: see `docs/kernels.md`.
 from __future__ import annotations
 
 import functools
-import importlib.util
+import logging
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashmesh.errors import KernelsUnavailable
@@ -42,9 +42,12 @@ def build(builder: Callable[..., Any], *args: Any) -> Any:
     Raises:
         KernelsUnavailable: TileLang is not installed.
     """
-    if importlib.util.find_spec("tilelang") is None:
-        raise KernelsUnavailable("TileLang is not installed: pip install 'flashmesh[cuda]'")
-    import tilelang
-
+    try:
+        import tilelang
+    except ImportError as error:
+        raise KernelsUnavailable(
+            f"TileLang is not installed ({error}): pip install 'flashmesh[cuda]'"
+        ) from error
+    logging.getLogger("tilelang").setLevel(logging.WARNING)  # it would announce every kernel
     options = getattr(builder, "pass_configs", None)
     return tilelang.compile(builder(*args), target=TARGET, pass_configs=options)

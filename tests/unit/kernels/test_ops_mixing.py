@@ -75,5 +75,6 @@ def test_the_three_parts_of_packed_weights_add_up_exactly():
     width = 256
     fn = torch.randn(24, 4 * width) * torch.exp2(torch.randint(-20, 3, (24, 4 * width)))
     packed = prepare_mix(fn, torch.zeros(24), torch.zeros(3)).packed
-    total = packed.double().sum(2).view(width // 32, 4, 3, 8, 4, 8)
-    assert torch.equal(total.permute(2, 3, 1, 0, 4, 5).reshape(24, -1), fn.double())
+    # group, stream, step, half, part, eight, output, lane, pair
+    total = packed.double().view(width // 32, 4, 2, 2, 3, 3, 8, 4, 2).sum(4)
+    assert torch.equal(total.permute(4, 5, 1, 0, 6, 2, 3, 7).reshape(24, -1), fn.double())

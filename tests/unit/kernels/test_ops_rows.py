@@ -1,5 +1,7 @@
 """Twins of the row ops against the runtime's own pieces and against formulas in double precision."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -99,7 +101,7 @@ def test_pairs_do_not_depend_on_how_rows_fall_into_calls():
 
     def run(cuts):
         open_pair, parts = torch.zeros(4, ring, 2, 32), []
-        for begin, end in zip(cuts, cuts[1:], strict=False):
+        for begin, end in itertools.pairwise(cuts):
             rows_ = slice(begin, end)
             first = torch.arange(begin, end) == begin
             parts.append(

@@ -1,0 +1,317 @@
+"""Sparse attention for many rows: a block of threads an SM, which goes from row to row.
+
+Keys and queries of the next row are fetched as a row ends. Where `attention_step` gives halves of a row's keys to two
+blocks, this one does them in turn, and keeps the first half's sums in memory meanwhile; they stay in the L2 cache.
+"""
+
+from typing import Any
+
+from flashmesh.kernels.tilelang.attention_device import SOURCE
+from flashmesh.kernels.tilelang.attention_parts import (
+    BLOCK,
+    HALF,
+    HEADS,
+    LOWEST,
+    PAIRS,
+    PASS_CONFIGS,
+    WIDTH,
+    steps,
+)
+
+KEPT = 2 * 128 * 128
+"""Floats that a block keeps of a row's first half."""
+
+
+def attend_rows(
+    num_window: int, num_selected: int, halves: int, factor: float, num_blocks: int
+) -> Any:
+    import tilelang.language as T
+
+    num_rows = T.dynamic("num_rows")
+    num_window_rows = T.dynamic("num_window_rows")
+    num_kv_rows = T.dynamic("num_kv_rows")
+    num_keys = num_window + num_selected
+    per_row = num_keys // BLOCK
+    first_half = -(-per_row // halves)
+    window_blocks = num_window // BLOCK
+    do = steps(factor)
+
+    @T.prim_func
+    def attend(
+        q: T.Tensor((num_rows, HEADS, WIDTH), "bfloat16"),
+        cos: T.Tensor((num_rows, PAIRS), "float32"),
+        sin: T.Tensor((num_rows, PAIRS), "float32"),
+        window: T.Tensor((num_window_rows, 132), "uint32"),
+        window_index: T.Tensor((num_rows, num_window), "int32"),
+        kv: T.Tensor((num_kv_rows, 72), "uint32"),
+        kv_index: T.Tensor((num_rows, num_selected), "int32"),
+        sink: T.Tensor((HEADS,), "float32"),
+        kept: T.Tensor((num_blocks, 2, KEPT // 2), "float32"),
+        out: T.Tensor((num_rows, HEADS, WIDTH), "bfloat16"),
+    ):
+        with T.Kernel(num_blocks, threads=384, prelude=SOURCE) as sm:
+            q_left = T.alloc_shared((HEADS, HALF), "bfloat16")
+            q_right = T.alloc_shared((HEADS, HALF), "bfloat16")
+            k_left = T.alloc_shared((2, BLOCK, HALF), "bfloat16")
+            k_right = T.alloc_shared((2, BLOCK, HALF), "bfloat16")
+            weights = T.alloc_shared((HEADS, BLOCK), "bfloat16")
+            written = T.alloc_shared((2, 2560), "bfloat16")
+            index = T.alloc_shared((3 * num_keys,), "int32")
+            decays = T.alloc_shared((HEADS,), "float32")
+            peaks = T.alloc_shared((2, HEADS), "float32")
+            totals = T.alloc_shared((2, HEADS), "float32")
+            shares = T.alloc_shared((2 * HEADS,), "float32")
+
+            left = T.alloc_fragment((HEADS, HALF), "float32")
+            right = T.alloc_fragment((HEADS, HALF), "float32")
+            scores = T.alloc_fragment((HEADS, BLOCK), "float32")
+            rounded = T.alloc_fragment((HEADS, BLOCK), "bfloat16")
+            peak = T.alloc_fragment((HEADS,), "float32")
+            highest = T.alloc_fragment((HEADS,), "float32")
+            decay = T.alloc_fragment((HEADS,), "float32")
+            total = T.alloc_fragment((HEADS,), "float32")
+            added = T.alloc_fragment((HEADS,), "float32")
+            decay_right = T.alloc_fragment((HEADS,), "float32")
+            codes = T.alloc_local((2, 4, 4), "uint32")
+            scales = T.alloc_local((2, 4), "uint32")
+            values = T.alloc_local((2, 2, 8), "bfloat16")
+            pair = T.alloc_local((2,), "bfloat16")
+            next_index = T.alloc_local((-(-num_keys // 128),), "int32")
+
+            q_loaded = T.alloc_barrier(128)
+            q_ready = T.alloc_barrier(128)
+            q_free = T.alloc_barrier(128)
+            k_ready = T.alloc_barrier([128, 128])
+            k_free = T.alloc_barrier([256, 256])
+            weights_ready = T.alloc_barrier(128)
+            weights_free = T.alloc_barrier(128)
+            shares_ready = T.alloc_barrier(128)
+
+            t = T.get_thread_binding()
+            own_rows = (num_rows - sm + num_blocks - 1) // num_blocks
+
+            if t < 128:
+                T.set_max_nreg(224, 1)
+                for turn in T.serial(own_rows):
+                    row = turn * num_blocks + sm
+                    T.barrier_wait(q_ready, turn % 2)
+                    for half in T.unroll(halves):
+                        T.fill(left, 0)
+                        T.fill(total, 0)
+                        T.fill(peak, LOWEST)
+                        for j in T.serial(first_half if half == 0 else per_row - first_half):
+                            i = half * first_half + j
+                            n = turn * per_row + i
+                            T.barrier_wait(k_ready[n % 2], n // 2 % 2)
+                            do.score(
+                                q_left,
+                                q_right,
+                                k_left,
+                                k_right,
+                                n % 2,
+                                index,
+                                turn % 3 * num_keys + i * BLOCK,
+                                t,
+                                scores,
+                            )
+                            if i == per_row - 1:
+                                T.barrier_arrive(q_free)
+                            do.weights_of(scores, highest, peak, decay, rounded)
+                            T.barrier_wait(weights_free, n % 2 ^ 1)
+                            T.copy(rounded, weights)
+                            T.copy(decay, decays)
+                            T.fence_proxy_async()
+                            T.barrier_arrive(weights_ready)
+                            do.weigh(rounded, k_left, n % 2, decay, left)
+                            do.count(scores, added, decay, total)
+                            T.wait_wgmma(0)
+                            T.barrier_arrive(k_free[n % 2])
+                        T.copy(peak, peaks[half, :])
+                        T.copy(total, totals[half, :])
+                        if half == 0 and halves == 2:
+                            T.call_extern(
+                                "handle",
+                                "fm_keep",
+                                left.data,
+                                T.access_ptr(kept[sm, 0, 0], "w", KEPT // 2),
+                                t,
+                            )
+                    T.sync_threads(3, 128)
+                    T.call_extern(
+                        "handle",
+                        "fm_shares",
+                        T.access_ptr(shares, "w"),
+                        T.access_ptr(peaks, "r"),
+                        T.access_ptr(totals, "r"),
+                        T.access_ptr(sink, "r"),
+                        T.float32(factor),
+                        halves,
+                        t,
+                    )
+                    T.barrier_arrive(shares_ready)
+                    T.barrier_wait(shares_ready, turn % 2)
+                    if halves == 2:
+                        T.call_extern(
+                            "handle",
+                            "fm_merge_into_kept",
+                            left.data,
+                            T.access_ptr(kept[sm, 0, 0], "r", KEPT // 2),
+                            T.access_ptr(shares, "r"),
+                            t,
+                        )
+                    else:
+                        T.call_extern(
+                            "handle",
+                            "fm_weigh",
+                            left.data,
+                            T.access_ptr(shares, "r"),
+                            t,
+                        )
+                    T.call_extern(
+                        "handle",
+                        "fm_write",
+                        left.data,
+                        T.access_ptr(written[0, 0], "w", 2560),
+                        T.access_ptr(out[row, 0, 0], "w", HEADS * WIDTH),
+                        t,
+                    )
+            elif t < 256:
+                T.set_max_nreg(168, 1)
+                for turn in T.serial(own_rows):
+                    row = turn * num_blocks + sm
+                    for half in T.unroll(halves):
+                        T.fill(right, 0)
+                        for j in T.serial(first_half if half == 0 else per_row - first_half):
+                            n = turn * per_row + half * first_half + j
+                            T.barrier_wait(weights_ready, n % 2)
+                            T.copy(decays, decay_right)
+                            do.weigh(weights, k_right, n % 2, decay_right, right)
+                            T.wait_wgmma(0)
+                            T.barrier_arrive(weights_free)
+                            T.barrier_arrive(k_free[n % 2])
+                        if half == 0 and halves == 2:
+                            T.call_extern(
+                                "handle",
+                                "fm_keep",
+                                right.data,
+                                T.access_ptr(kept[sm, 1, 0], "w", KEPT // 2),
+                                t - 128,
+                            )
+                    T.barrier_wait(shares_ready, turn % 2)
+                    T.call_extern(
+                        "handle",
+                        "fm_weigh",
+                        right.data,
+                        T.access_ptr(shares[(halves - 1) * HEADS], "r", HEADS),
+                        t - 128,
+                    )
+                    if halves == 2:
+                        T.call_extern(
+                            "handle",
+                            "fm_merge",
+                            right.data,
+                            T.access_ptr(kept[sm, 1, 0], "r", KEPT // 2),
+                            T.access_ptr(shares, "r"),
+                            t - 128,
+                        )
+                    T.call_extern(
+                        "handle",
+                        "fm_turn_back",
+                        right.data,
+                        T.access_ptr(cos[row, 0], "r", PAIRS),
+                        T.access_ptr(sin[row, 0], "r", PAIRS),
+                        t - 128,
+                    )
+                    T.call_extern(
+                        "handle",
+                        "fm_write",
+                        right.data,
+                        T.access_ptr(written[1, 0], "w", 2560),
+                        T.access_ptr(out[row, 0, HALF], "w", HEADS * WIDTH - HALF),
+                        t - 128,
+                    )
+            else:
+                T.set_max_nreg(104, 0)
+                own = (t - 256) // 32 * 16 + t % 8
+                piece = t % 32 // 8
+                if own_rows > 0:
+                    for j in T.unroll(-(-num_keys // 128)):
+                        key = j * 128 + t - 256
+                        if key < num_window:
+                            index[key] = window_index[sm, key]
+                        elif key < num_keys:
+                            index[key] = kv_index[sm, key - num_window]
+                    T.tma_copy(q[sm, :, 0:HALF], q_left, barrier=q_loaded[0])
+                    T.tma_copy(q[sm, :, HALF:WIDTH], q_right, barrier=q_loaded[0])
+                    T.barrier_arrive(q_loaded[0])
+                    T.sync_threads(5, 128)
+                    do.load_window(window, index, codes, scales, 0, 0, own, piece)
+                for turn in T.serial(own_rows):
+                    row = turn * num_blocks + sm
+                    after = row + num_blocks
+                    this = turn % 3 * num_keys
+                    other = (turn + 1) % 3 * num_keys
+                    if after < num_rows:
+                        for j in T.unroll(-(-num_keys // 128)):
+                            key = j * 128 + t - 256
+                            if key < num_window:
+                                next_index[j] = window_index[after, key]
+                            elif key < num_keys:
+                                next_index[j] = kv_index[after, key - num_window]
+                    for i in T.serial(window_blocks):
+                        n = turn * per_row + i
+                        T.barrier_wait(k_free[n % 2], n // 2 % 2 ^ 1)
+                        here = this + i * BLOCK + own
+                        do.load_window(window, index, codes, scales, 1, 1, here, piece)
+                        do.convert_window(codes, scales, values, k_left, 0, n % 2, own, piece)
+                        do.load_window(window, index, codes, scales, 0, 0, here + 8, piece)
+                        do.convert_window(codes, scales, values, k_right, 1, n % 2, own, piece)
+                        do.load_window(window, index, codes, scales, 1, 1, here + 8, piece)
+                        do.convert_window(codes, scales, values, k_left, 0, n % 2, own + 8, piece)
+                        if i + 1 < window_blocks:
+                            do.load_window(window, index, codes, scales, 0, 0, here + BLOCK, piece)
+                        elif num_selected > 0:
+                            do.load_kv(kv, index, codes, scales, 0, here + BLOCK, piece)
+                        elif after < num_rows:
+                            do.load_window(window, index, codes, scales, 0, 0, other + own, piece)
+                        do.convert_window(codes, scales, values, k_right, 1, n % 2, own + 8, piece)
+                        T.fence_proxy_async()
+                        T.barrier_arrive(k_ready[n % 2])
+                        if i == 0:
+                            # By now no one needs the row before the last one: this one's first keys have replaced
+                            # keys of the last one.
+                            if after < num_rows:
+                                for j in T.unroll(-(-num_keys // 128)):
+                                    if j * 128 + t - 256 < num_keys:
+                                        index[other + j * 128 + t - 256] = next_index[j]
+                            T.sync_threads(5, 128)
+                            if turn > 0:
+                                T.barrier_wait(q_free, (turn - 1) % 2)
+                                T.tma_copy(q[row, :, 0:HALF], q_left, barrier=q_loaded[0])
+                                T.tma_copy(q[row, :, HALF:WIDTH], q_right, barrier=q_loaded[0])
+                                T.barrier_arrive(q_loaded[0])
+                        if i == 1:
+                            T.barrier_wait(q_loaded, turn % 2)
+                            do.turn_queries(q_right, pair, cos, sin, row, t - 256, 128)
+                            T.fence_proxy_async()
+                            T.barrier_arrive(q_ready)
+                    for i in T.serial(num_selected // BLOCK):
+                        n = turn * per_row + window_blocks + i
+                        T.barrier_wait(k_free[n % 2], n // 2 % 2 ^ 1)
+                        here = this + num_window + i * BLOCK + own
+                        do.load_kv(kv, index, codes, scales, 1, here + 8, piece)
+                        do.convert_kv(codes, scales, values, k_left, k_right, 0, n % 2, own, piece)
+                        if i + 1 < num_selected // BLOCK:
+                            do.load_kv(kv, index, codes, scales, 0, here + BLOCK, piece)
+                        elif after < num_rows:
+                            do.load_window(window, index, codes, scales, 0, 0, other + own, piece)
+                        do.convert_kv(
+                            codes, scales, values, k_left, k_right, 1, n % 2, own + 8, piece
+                        )
+                        T.fence_proxy_async()
+                        T.barrier_arrive(k_ready[n % 2])
+
+    return attend
+
+
+attend_rows.pass_configs = PASS_CONFIGS
