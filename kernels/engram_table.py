@@ -65,7 +65,9 @@ class EngramTable(NamedTuple):
         """Reads the whole table."""
         every = np.arange(len(self.weight.data))
         weight = self.weight.read(every)
-        return weight if self.scale is None else StoredTensor("F8row", weight, self.scale.read(every))
+        return (
+            weight if self.scale is None else StoredTensor("F8row", weight, self.scale.read(every))
+        )
 
     def scan(self) -> None:
         """Looks for NaN in a table small enough for it; others are checked as rows are read.
