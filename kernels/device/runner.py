@@ -230,45 +230,44 @@ class DeviceRunner:
     ) -> DeviceRows:
         """Lays rows out one after the other, filled up with rows that belong to nobody."""
         caches = self.model.caches
-        ids: list[int] = []
-        grams: list[list[int]] = []
-        pos: list[int] = []
-        owner: list[int] = []
-        slots: list[int] = []
-        begin: list[bool] = []
-        table = torch.full((num_sequences, num_tokens // BLOCK_TOKENS), caches.num_pages)
+        ids = torch.zeros(num_rows, dtype=torch.int64)
+        grams = torch.full((num_rows, LOOK_BACK + 1), BLOCKED)
+        pos = torch.zeros(num_rows, dtype=torch.int32)
+        owner = torch.full_like(pos, num_sequences - 1)
+        slots = torch.full_like(pos, caches.num_slots)
+        begin = torch.ones(num_rows, dtype=torch.bool)
+        shape = (num_sequences, num_tokens // BLOCK_TOKENS)
+        table = torch.full(shape, caches.num_pages, dtype=torch.int32)
+        end = 0
         for place, (sequence, tokens) in enumerate(batch):
+            part = slice(end, end + len(tokens))
+            end += len(tokens)
+            before = sequence.tokens[-LOOK_BACK:]
+            missing = [BLOCKED] * (LOOK_BACK - len(before))
+            known = torch.tensor([*missing, *before, *tokens])
+            ids[part] = known[LOOK_BACK:]
+            grams[part] = known.unfold(0, LOOK_BACK + 1, 1).flip(1)
             first = len(sequence.tokens)
-            known = [BLOCKED] * LOOK_BACK + sequence.tokens[-LOOK_BACK:] + list(tokens)
-            known = known[-LOOK_BACK - len(tokens) :]
-            grams += [known[n : n + LOOK_BACK + 1][::-1] for n in range(len(tokens))]
-            ids += tokens
-            pos += range(first, first + len(tokens))
-            owner += [place] * len(tokens)
-            slots += [sequence.slot] * len(tokens)
-            begin += [True] + [False] * (len(tokens) - 1)
-            table[place, : len(sequence.pages)] = torch.tensor(
-                sequence.pages[: table.shape[1]], dtype=table.dtype
-            )
-        alive, spare = len(ids), num_rows - len(ids)
+            pos[part] = torch.arange(first, first + len(tokens))
+            owner[part] = place
+            slots[part] = sequence.slot
+            begin[part.start + 1 : part.stop] = False
+            pages = sequence.pages[: table.shape[1]]
+            table[place, : len(pages)] = torch.tensor(pages)
         device = self._device
-
-        def column(values: list[int], filler: int) -> Tensor:
-            return torch.tensor(values + [filler] * spare, dtype=torch.int32).to(device)
-
-        is_alive = (torch.arange(num_rows) < alive).to(device)
+        alive = (torch.arange(num_rows) < end).to(device)
         return DeviceRows(
-            ids=torch.tensor(ids + [0] * spare).to(device),
-            grams=torch.tensor(grams + [[BLOCKED] * (LOOK_BACK + 1)] * spare).to(device),
-            pos=column(pos, 0),
-            sequence=column(owner, num_sequences - 1),
-            slot=column(slots, caches.num_slots),
-            begin=torch.tensor(begin + [True] * spare).to(device),
-            low=column([0] * alive, 0),
+            ids=ids.to(device),
+            grams=grams.to(device),
+            pos=pos.to(device),
+            sequence=owner.to(device),
+            slot=slots.to(device),
+            begin=begin.to(device),
+            low=torch.zeros(num_rows, dtype=torch.int32, device=device),
             text=torch.ones(num_rows, dtype=torch.bool, device=device),
-            writes=is_alive,
-            alive=is_alive,
-            page_table=table.int().to(device),
+            writes=alive,
+            alive=alive,
+            page_table=table.to(device),
             num_tokens=num_tokens,
         )
 

@@ -173,7 +173,7 @@ def _products() -> Iterator[Case]:
         }
         for name, peer in peers.items():
             yield Case(
-                f"gate_up.96x{share}",
+                f"gate_up.96x{share}.beside_{name}",  # the same product, once for each peer
                 lambda _, x=x, tiles=tiles, tile=tile: gate_up(x, tiles, w, LIMIT, True, tile),
                 num_bytes=int(num_experts * 2 * N * D * PACKED) + x.nbytes + 2 * rows * N,
                 num_flops=2 * rows * 2 * N * D,
