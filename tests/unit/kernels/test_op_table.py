@@ -63,6 +63,14 @@ def test_names_of_variants_are_unique():
     assert len(set(names)) == len(names) > 20
 
 
+def test_a_missing_compiler_is_named(monkeypatch, capsys):
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    assert main([]) == 1
+    assert "nvcc is not on the path" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc on the path")
 def test_a_name_that_fits_nothing_fails(capsys):
     assert main(["nothing"]) == 1
     assert "0 of 0" in capsys.readouterr().out
