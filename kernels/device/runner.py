@@ -46,6 +46,17 @@ class DeviceSequence:
     tokens: list[int] = field(default_factory=list)
     low: int = 0
 
+    def rollback(self, count: int) -> None:
+        """Takes the last tokens back, such as drafts that were wrong; rows that follow overwrite theirs.
+
+        Raises:
+            InvalidRequest: more than the rings have room for, or than there are.
+        """
+        if not 0 <= count <= min(MAX_ROLLBACK, len(self.tokens)):
+            raise InvalidRequest(f"{count} of {len(self.tokens)} tokens cannot be taken back")
+        if count:
+            del self.tokens[-count:]
+
 
 @dataclass(slots=True)
 class _Recorded:

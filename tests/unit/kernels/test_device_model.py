@@ -55,6 +55,23 @@ def test_decode_in_any_cut_gives_the_golden_logits(runner):
     assert cosine(torch.cat(parts), expected[100:]).mean() > COSINE
 
 
+def test_drafts_that_are_taken_back_leave_nothing_behind(runner):
+    tokens = golden.ids("s150")
+    straight, drafted = runner.open(150), runner.open(150)
+    for state in (straight, drafted):
+        runner.prefill(state, tokens[:101], decoder_rows=160)
+    runner.decode([(straight, tokens[101:103])])
+    runner.decode([(drafted, [*tokens[101:103], 7, 8, 9, 10])])
+    drafted.rollback(4)
+    assert drafted.tokens == straight.tokens
+    found = [runner.decode([(state, tokens[103:105])])[0].clone() for state in (straight, drafted)]
+    assert torch.equal(*found)
+    with pytest.raises(InvalidRequest, match="9 of 105"):
+        drafted.rollback(9)
+    for state in (straight, drafted):
+        runner.close(state)
+
+
 def test_rows_of_other_sequences_change_nothing(runner):
     tokens = golden.ids("s150")
     alone = runner.open(150)
