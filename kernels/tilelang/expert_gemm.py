@@ -58,10 +58,8 @@ class Shape(NamedTuple):
 SHAPES = {
     8: Shape(1, 1, 4, 4, 32, 4, persistent=False),
     16: Shape(1, 1, 4, 3, 32, 4, persistent=False),
-    32: Shape(2, 2, 2, 8, 128),
     64: Shape(2, 2, 2, 6, 128),
     128: Shape(2, 2, 1, 8, 128),
-    256: Shape(2, 1, 1, 5, 128),
 }
 """By tokens of a tile. Few tokens: weights stream through small blocks, four to a multiprocessor. Many: one large block
 with as many products as its registers hold, which starts to load the next item while it finishes one."""
