@@ -7,6 +7,7 @@ rows than a ring holds, so it lays the rows before it and its own into a buffer 
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -71,6 +72,16 @@ class DeviceRows:
             self.num_tokens,
         )
 
+    def to(self, device: torch.device) -> DeviceRows:
+        """Returns the rows on a device."""
+        moved = {name: getattr(self, name).to(device) for name in _TENSORS}
+        return dataclasses.replace(self, **moved)
+
+    def copy_(self, source: DeviceRows) -> None:
+        """Takes over the rows of a pass of the same sizes, from wherever they lie."""
+        for name in _TENSORS:
+            getattr(self, name).copy_(getattr(source, name))
+
     def global_row(self, ratio: int) -> Tensor:
         """Returns int32 `[R]`, where the compressed row that ends here is stored; -1 where none does."""
         pos, per_page = self.pos.long(), BLOCK_TOKENS // ratio
@@ -78,6 +89,9 @@ class DeviceRows:
         row = page * per_page + pos % BLOCK_TOKENS // ratio
         complete = self.writes & (pos % ratio == ratio - 1)
         return torch.where(complete, row, -1).int()
+
+
+_TENSORS = [field.name for field in dataclasses.fields(DeviceRows) if field.name != "num_tokens"]
 
 
 class WindowPlan(Protocol):

@@ -149,6 +149,7 @@ class DeviceRunner:
         first, count = len(sequence.tokens), len(tokens)
         model, window = self.model, self.model.config.sliding_window
         rows = self._rows([(sequence, tokens)], count, self._num_tokens(first + count), 1)
+        rows = rows.to(self._device)
         span = RowSpan(0, count, first, sequence.slot)
         encoder = model.begin(rows, SpanWindow(rows, [span], model.caches, window))
         kept = max(0, sequence.low - first)
@@ -188,10 +189,10 @@ class DeviceRunner:
         rows = self._rows(batch, *self._sizes(key))
         step = self._recorded.get(key)
         if step is None:
-            step = self._record(rows)
+            step = self._record(rows.to(self._device))
             self._recorded[key] = step
         else:
-            _copy_rows(rows, step.rows)
+            step.rows.copy_(rows)
         if step.graph is not None:
             step.graph.replay()
         else:
@@ -239,7 +240,7 @@ class DeviceRunner:
         num_tokens: int,
         num_sequences: int,
     ) -> DeviceRows:
-        """Lays rows out one after the other, filled up with rows that belong to nobody."""
+        """Lays rows out one after the other, filled up with rows that belong to nobody; on the host."""
         caches = self.model.caches
         ids = torch.zeros(num_rows, dtype=torch.int64)
         grams = torch.full((num_rows, LOOK_BACK + 1), BLOCKED)
@@ -265,20 +266,19 @@ class DeviceRunner:
             begin[part.start + 1 : part.stop] = False
             pages = sequence.pages[: table.shape[1]]
             table[place, : len(pages)] = torch.tensor(pages)
-        device = self._device
-        alive = (torch.arange(num_rows) < end).to(device)
+        alive = torch.arange(num_rows) < end
         return DeviceRows(
-            ids=ids.to(device),
-            grams=grams.to(device),
-            pos=pos.to(device),
-            sequence=owner.to(device),
-            slot=slots.to(device),
-            begin=begin.to(device),
-            low=torch.zeros(num_rows, dtype=torch.int32, device=device),
-            text=torch.ones(num_rows, dtype=torch.bool, device=device),
+            ids=ids,
+            grams=grams,
+            pos=pos,
+            sequence=owner,
+            slot=slots,
+            begin=begin,
+            low=torch.zeros(num_rows, dtype=torch.int32),
+            text=torch.ones(num_rows, dtype=torch.bool),
             writes=alive,
             alive=alive,
-            page_table=table.to(device),
+            page_table=table,
             num_tokens=num_tokens,
         )
 
@@ -293,10 +293,3 @@ class DeviceRunner:
 def _bucket(count: int) -> int:
     """Rows of the recorded step that holds `count`: powers of two, then multiples of 8."""
     return 1 << (count - 1).bit_length() if count <= 8 else -(-count // 8) * 8
-
-
-def _copy_rows(source: DeviceRows, target: DeviceRows) -> None:
-    for name in ("ids", "grams", "pos", "sequence", "slot", "begin", "low", "text", "page_table"):
-        getattr(target, name).copy_(getattr(source, name))
-    target.alive.copy_(source.alive)
-    target.writes.copy_(source.writes)
