@@ -146,6 +146,66 @@ def steps(factor: float) -> SimpleNamespace:
         for h in T.Parallel(HEADS):
             total[h] = total[h] * decay[h] + added[h]
 
+    @T.macro
+    def weigh_left(
+        scores,
+        highest,
+        peak,
+        decay,
+        rounded,
+        added,
+        total,
+        weights,
+        decays,
+        weights_free,
+        weights_ready,
+        keys,
+        keys_free,
+        n,
+        sums,
+    ):
+        """What the first warpgroup does with the scores of block `n` of keys: it makes weights for both."""
+        weights_of(scores, highest, peak, decay, rounded)
+        T.barrier_wait(weights_free, n % 2 ^ 1)
+        T.copy(rounded, weights)
+        T.copy(decay, decays)
+        T.fence_proxy_async()
+        T.barrier_arrive(weights_ready)
+        weigh(rounded, keys, n % 2, decay, sums)
+        count(scores, added, decay, total)
+        T.wait_wgmma(0)
+        T.barrier_arrive(keys_free[n % 2])
+
+    @T.macro
+    def weigh_right(weights, decays, decay, weights_ready, weights_free, keys, keys_free, n, sums):
+        """What the second warpgroup does with them: it takes the weights that the first one made."""
+        T.barrier_wait(weights_ready, n % 2)
+        T.copy(decays, decay)
+        weigh(weights, keys, n % 2, decay, sums)
+        T.wait_wgmma(0)
+        T.barrier_arrive(weights_free)
+        T.barrier_arrive(keys_free[n % 2])
+
+    @T.macro
+    def write_right(right, cos, sin, written, out, row, thread):
+        """Turns the right half of a row's heads back and writes it."""
+        T.call_extern(
+            "handle",
+            "fm_turn_back",
+            right.data,
+            T.access_ptr(cos[row, 0], "r", PAIRS),
+            T.access_ptr(sin[row, 0], "r", PAIRS),
+            thread,
+        )
+        T.call_extern(
+            "handle",
+            "fm_write",
+            right.data,
+            T.access_ptr(written[1, 0], "w", 2560),
+            T.access_ptr(out[row, 0, HALF], "w", HEADS * WIDTH - HALF),
+            thread,
+        )
+
     return SimpleNamespace(
         load_window=load_window,
         load_kv=load_kv,
@@ -153,7 +213,7 @@ def steps(factor: float) -> SimpleNamespace:
         convert_kv=convert_kv,
         turn_queries=turn_queries,
         score=score,
-        weights_of=weights_of,
-        weigh=weigh,
-        count=count,
+        weigh_left=weigh_left,
+        weigh_right=weigh_right,
+        write_right=write_right,
     )

@@ -116,16 +116,23 @@ def attend_rows(
                             )
                             if i == per_row - 1:
                                 T.barrier_arrive(q_free)
-                            do.weights_of(scores, highest, peak, decay, rounded)
-                            T.barrier_wait(weights_free, n % 2 ^ 1)
-                            T.copy(rounded, weights)
-                            T.copy(decay, decays)
-                            T.fence_proxy_async()
-                            T.barrier_arrive(weights_ready)
-                            do.weigh(rounded, k_left, n % 2, decay, left)
-                            do.count(scores, added, decay, total)
-                            T.wait_wgmma(0)
-                            T.barrier_arrive(k_free[n % 2])
+                            do.weigh_left(
+                                scores,
+                                highest,
+                                peak,
+                                decay,
+                                rounded,
+                                added,
+                                total,
+                                weights,
+                                decays,
+                                weights_free,
+                                weights_ready,
+                                k_left,
+                                k_free,
+                                n,
+                                left,
+                            )
                         T.copy(peak, peaks[half, :])
                         T.copy(total, totals[half, :])
                         if half == 0 and halves == 2:
@@ -183,12 +190,17 @@ def attend_rows(
                         T.fill(right, 0)
                         for j in T.serial(first_half if half == 0 else per_row - first_half):
                             n = turn * per_row + half * first_half + j
-                            T.barrier_wait(weights_ready, n % 2)
-                            T.copy(decays, decay_right)
-                            do.weigh(weights, k_right, n % 2, decay_right, right)
-                            T.wait_wgmma(0)
-                            T.barrier_arrive(weights_free)
-                            T.barrier_arrive(k_free[n % 2])
+                            do.weigh_right(
+                                weights,
+                                decays,
+                                decay_right,
+                                weights_ready,
+                                weights_free,
+                                k_right,
+                                k_free,
+                                n,
+                                right,
+                            )
                         if half == 0 and halves == 2:
                             T.call_extern(
                                 "handle",
@@ -214,22 +226,7 @@ def attend_rows(
                             T.access_ptr(shares, "r"),
                             t - 128,
                         )
-                    T.call_extern(
-                        "handle",
-                        "fm_turn_back",
-                        right.data,
-                        T.access_ptr(cos[row, 0], "r", PAIRS),
-                        T.access_ptr(sin[row, 0], "r", PAIRS),
-                        t - 128,
-                    )
-                    T.call_extern(
-                        "handle",
-                        "fm_write",
-                        right.data,
-                        T.access_ptr(written[1, 0], "w", 2560),
-                        T.access_ptr(out[row, 0, HALF], "w", HEADS * WIDTH - HALF),
-                        t - 128,
-                    )
+                    do.write_right(right, cos, sin, written, out, row, t - 128)
             else:
                 T.set_max_nreg(104, 0)
                 own = (t - 256) // 32 * 16 + t % 8

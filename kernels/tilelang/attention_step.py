@@ -95,16 +95,23 @@ def attend_rows(num_window: int, num_selected: int, halves: int, factor: float) 
                 for i in T.serial(blocks):
                     T.barrier_wait(k_ready[i % 2], i // 2 % 2)
                     do.score(q_left, q_right, k_left, k_right, i % 2, index, i * BLOCK, t, scores)
-                    do.weights_of(scores, highest, peak, decay, rounded)
-                    T.barrier_wait(weights_free, i % 2 ^ 1)
-                    T.copy(rounded, weights)
-                    T.copy(decay, decays)
-                    T.fence_proxy_async()
-                    T.barrier_arrive(weights_ready)
-                    do.weigh(rounded, k_left, i % 2, decay, left)
-                    do.count(scores, added, decay, total)
-                    T.wait_wgmma(0)
-                    T.barrier_arrive(k_free[i % 2])
+                    do.weigh_left(
+                        scores,
+                        highest,
+                        peak,
+                        decay,
+                        rounded,
+                        added,
+                        total,
+                        weights,
+                        decays,
+                        weights_free,
+                        weights_ready,
+                        k_left,
+                        k_free,
+                        i,
+                        left,
+                    )
                 T.copy(peak, peaks[half, :])
                 T.copy(total, totals[half, :])
                 T.cluster_sync()
@@ -159,12 +166,17 @@ def attend_rows(num_window: int, num_selected: int, halves: int, factor: float) 
                 T.fence_proxy_async()
                 T.barrier_arrive(q_ready)
                 for i in T.serial(blocks):
-                    T.barrier_wait(weights_ready, i % 2)
-                    T.copy(decays, decay_right)
-                    do.weigh(weights, k_right, i % 2, decay_right, right)
-                    T.wait_wgmma(0)
-                    T.barrier_arrive(weights_free)
-                    T.barrier_arrive(k_free[i % 2])
+                    do.weigh_right(
+                        weights,
+                        decays,
+                        decay_right,
+                        weights_ready,
+                        weights_free,
+                        k_right,
+                        k_free,
+                        i,
+                        right,
+                    )
                 T.cluster_sync()
                 if half == halves - 1:
                     if halves == 2:
@@ -203,22 +215,7 @@ def attend_rows(num_window: int, num_selected: int, halves: int, factor: float) 
                             T.access_ptr(shares, "r"),
                             t - 128,
                         )
-                    T.call_extern(
-                        "handle",
-                        "fm_turn_back",
-                        right.data,
-                        T.access_ptr(cos[row, 0], "r", PAIRS),
-                        T.access_ptr(sin[row, 0], "r", PAIRS),
-                        t - 128,
-                    )
-                    T.call_extern(
-                        "handle",
-                        "fm_write",
-                        right.data,
-                        T.access_ptr(written[1, 0], "w", 2560),
-                        T.access_ptr(out[row, 0, HALF], "w", HEADS * WIDTH - HALF),
-                        t - 128,
-                    )
+                    do.write_right(right, cos, sin, written, out, row, t - 128)
             else:
                 T.set_max_nreg(104, 0)
                 for j in T.unroll(-(-first_half // 2)):
