@@ -389,27 +389,30 @@ def dense(x: Tensor, weight: DenseWeight) -> Tensor:
     return y
 
 
+SHAPES = {
+    "latents": (1792, 5120, 1),
+    "queries": (32768, 1280, 1),
+    "index_queries": (4096, 1280, 1),
+    "output_a": (8192, 4096, 8),
+    "output_b": (5120, 8192, 1),
+    "shared_up": (4608, 5120, 1),
+    "shared_down": (5120, 2304, 1),
+    "engram": (25600, 6144, 1),
+    "draft": (5120, 15360, 1),
+}
+"""Rows, columns and groups of V4.1-Flash's weights: attention, index, shared experts, Engram, draft."""
+
+
 def variants() -> list[Variant]:
-    """Kernels of V4.1-Flash: attention, index, shared experts, Engram and draft projections."""
-    shapes = {
-        "latents": (1792, 5120, 1),
-        "queries": (32768, 1280, 1),
-        "index_queries": (4096, 1280, 1),
-        "output_a": (8192, 4096, 8),
-        "output_b": (5120, 8192, 1),
-        "shared_up": (4608, 5120, 1),
-        "shared_down": (5120, 2304, 1),
-        "engram": (25600, 6144, 1),
-        "draft": (5120, 15360, 1),
-    }
+    """Kernels of V4.1-Flash."""
     small = [
         Variant(f"dense.{name}.{tokens}", _small_batch, _small_args(*shape, tokens))
-        for name, shape in shapes.items()
+        for name, shape in SHAPES.items()
         for tokens in SMALL_TILES
     ]
     large = [
         Variant(f"dense.{name}.{tokens}", _large_batch, (*shape, tokens))
-        for name, shape in shapes.items()
+        for name, shape in SHAPES.items()
         for tokens in LARGE_TILES
     ]
     return small + large

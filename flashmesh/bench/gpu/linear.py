@@ -13,16 +13,18 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-DENSE = {
-    "latents": (1792, 5120, 1),
-    "queries": (32768, 1280, 1),
-    "index_queries": (4096, 1280, 1),
-    "output_a": (8192, 4096, 8),
-    "output_b": (5120, 8192, 1),
-    "shared_up": (4608, 5120, 1),
-    "shared_down": (5120, 2304, 1),
-    "engram": (25600, 6144, 1),
-}
+DENSE = (
+    "latents",
+    "queries",
+    "index_queries",
+    "output_a",
+    "output_b",
+    "shared_up",
+    "shared_down",
+    "engram",
+)
+"""Weights by name; their shapes are the kernels'."""
+
 PLAIN = {
     "compressor": (512, 5120, torch.float32),
     "gate": (384, 5120, torch.float32),
@@ -38,7 +40,10 @@ COLD_BYTES = 200 << 20
 
 def cases() -> Iterator[Case]:
     """Yields decode sizes with row-wise FP8 products as peer, and prefill sizes with bf16 ones."""
-    for name, (rows, columns, groups) in DENSE.items():
+    from flashmesh.kernels.tilelang.dense import SHAPES
+
+    for name in DENSE:
+        rows, columns, groups = SHAPES[name]
         for tokens in DECODE + PREFILL:
             yield _dense(f"dense.{name}.{tokens}", rows, columns, groups, tokens)
     for name, (rows, columns, out_dtype) in PLAIN.items():
