@@ -26,3 +26,19 @@ def random():
     seed = torch.seed() % 2**31
     print(f"seed {seed}")
     return torch.Generator(device="cuda").manual_seed(seed)
+
+
+@pytest.fixture
+def poison(monkeypatch):
+    """Makes fresh tensors hold what no test accepts, so that an element which nothing wrote shows."""
+    empty, empty_like = torch.empty, torch.empty_like
+
+    def fill(tensor):
+        if tensor.is_floating_point():
+            return tensor.fill_(torch.nan)
+        return tensor.fill_(-7 if tensor.dtype.is_signed else 77)
+
+    monkeypatch.setattr(torch, "empty", lambda *args, **named: fill(empty(*args, **named)))
+    monkeypatch.setattr(
+        torch, "empty_like", lambda *args, **named: fill(empty_like(*args, **named))
+    )

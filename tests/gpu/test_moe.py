@@ -12,18 +12,6 @@ D = 5120
 ROWS = [1, 3, 17, 64, 256, 257, 1000]
 
 
-@pytest.fixture
-def poison(monkeypatch):
-    """Makes fresh outputs hold what no test accepts."""
-    empty, empty_like = torch.empty, torch.empty_like
-
-    def fill(out):
-        return out.fill_(torch.nan if out.is_floating_point() else 77)
-
-    monkeypatch.setattr(torch, "empty", lambda *a, **k: fill(empty(*a, **k)))
-    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: fill(empty_like(*a, **k)))
-
-
 def normal(random, *shape):
     return torch.randn(*shape, device="cuda", generator=random)
 

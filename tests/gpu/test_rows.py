@@ -9,20 +9,10 @@ import torch
 from flashmesh.kernels.ops import rows as twin
 from flashmesh.kernels.tilelang import compressed_store, index_keys, norm, pair, window_store
 
+pytestmark = pytest.mark.usefixtures("poison")
+
 EPS = 1e-20
 ROWS = [0, 1, 3, 17, 64, 1000]
-
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch):
-    """Fresh outputs hold NaN, so that what a kernel leaves out shows."""
-    empty, empty_like = torch.empty, torch.empty_like
-
-    def poisoned(make):
-        return lambda *args, **kwargs: make(*args, **kwargs).fill_(float("nan"))
-
-    monkeypatch.setattr(torch, "empty", poisoned(empty))
-    monkeypatch.setattr(torch, "empty_like", poisoned(empty_like))
 
 
 def normal(random, *shape):
