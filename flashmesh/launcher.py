@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from flashmesh.tls import Tls
 
-WORKERS = ("prefill", "decode")
 POLL_S = 0.02
 LOG_TAIL_LINES = 15
 
@@ -201,15 +200,15 @@ class Mesh:
     def start(self, *, timeout_s: float | None = None) -> None:
         """Starts everything and returns when all of it is healthy.
 
-        Workers come first: a checkpoint that cannot be loaded ends the start before anything looks
-        usable.
+        Routers come last: they find all the others registered, and a checkpoint that cannot be
+        loaded ends the start before anything looks usable.
 
         Raises:
             WorkerLost: a process ended, or was not healthy in time.
         """
-        workers = [p for p in self.processes.values() if p.service in WORKERS]
-        others = [p for p in self.processes.values() if p.service not in WORKERS]
-        for wave in (workers, others):
+        routers = [p for p in self.processes.values() if p.service == "router"]
+        others = [p for p in self.processes.values() if p.service != "router"]
+        for wave in (others, routers):
             for process in wave:
                 self.start_process(process.name)
             self.wait_healthy([process.name for process in wave], timeout_s=timeout_s)

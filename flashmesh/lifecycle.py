@@ -1,8 +1,8 @@
 """The life of a service process: start, serve, drain, stop, in the same order everywhere.
 
 Start: logs, secrets, safe bind, metrics, gRPC server with health (NOT_SERVING), then the service's own start-up, then
-SERVING. SIGTERM or SIGINT: NOT_SERVING, the service leaves the registry and takes no new work, running calls finish
-within the grace, the rest is cancelled. A second signal ends the process at once.
+its record in the registry, then SERVING. SIGTERM or SIGINT: NOT_SERVING, the service leaves the registry and takes no
+new work, running calls finish within the grace, the rest is cancelled. A second signal ends the process at once.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class Running:
         further_ports: name to port of what else the service listens on, for its port file.
         address: host:port that others reach it by.
         serving: set when calls are answered.
+        announced: set when the registry has been told so, or could not be.
         stopping: set when the process has been told to stop.
     """
 
@@ -54,6 +55,7 @@ class Running:
     service_names: list[str] = field(default_factory=list)
     further_ports: dict[str, int] = field(default_factory=dict)
     serving: asyncio.Event = field(default_factory=asyncio.Event)
+    announced: asyncio.Event = field(default_factory=asyncio.Event)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -123,10 +125,11 @@ async def _serve(name: str, mesh: MeshConfig, config: ServiceConfig, start: Star
                     [*running.service_names, reflection.SERVICE_NAME], server
                 )
             await server.start()
+            running.serving.set()
+            await running.announced.wait()  # who sees SERVING may count on being sent work
             await _set_health(health_servicer, running.service_names, serving=True)
             ports = {"port": bound, "metrics_port": metrics_port, **running.further_ports}
             _write_ports(config.port_file, ports)
-            running.serving.set()
             log.info("serving", extra={"address": running.address, "metrics_port": metrics_port})
             await running.stopping.wait()
             log.info("draining")

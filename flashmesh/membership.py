@@ -80,7 +80,11 @@ async def registered(
             await running.serving.wait()
             await heartbeat.run()
 
-        async with background(beat()):
+        async def announce() -> None:
+            await heartbeat.tried.wait()
+            running.announced.set()
+
+        async with background(beat(), announce()):
             try:
                 yield heartbeat.leave
             finally:

@@ -209,6 +209,9 @@ class Heartbeat:
         record: without load.
         load: called before every renewal.
         interval_s, ttl_s: how often, and how long a record outlives its last renewal.
+
+    Attributes:
+        tried: set when the record has been written for the first time, or could not be.
     """
 
     def __init__(
@@ -221,6 +224,7 @@ class Heartbeat:
         ttl_s: float,
     ) -> None:
         self.record = record
+        self.tried = asyncio.Event()
         self._registry = registry
         self._load = load
         self._interval_s = interval_s
@@ -241,6 +245,7 @@ class Heartbeat:
                 if not down:
                     log.warning("registry unreachable", extra={"error": str(error)})
                 down = True
+            self.tried.set()
             if self._left:  # while that renewal was under way
                 await self.leave()
                 return
@@ -261,9 +266,13 @@ class RegistryView:
     Args:
         registry: what is polled.
         clock: seconds, for tests.
+
+    Attributes:
+        polled: set when the registry has been read for the first time, or could not be.
     """
 
     def __init__(self, registry: Registry, clock: Callable[[], float] = time.monotonic) -> None:
+        self.polled = asyncio.Event()
         self._registry = registry
         self._clock = clock
         self._workers: list[WorkerRecord] = []
@@ -285,6 +294,7 @@ class RegistryView:
         """Polls until cancelled."""
         while True:
             await self.poll()
+            self.polled.set()
             await asyncio.sleep(POLL_INTERVAL_S)
 
     async def poll(self) -> None:

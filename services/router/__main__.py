@@ -84,6 +84,7 @@ def main(path: Path | None) -> None:
                     http.begin_drain()
                 await leave()
 
+            await view.polled.wait()  # the first request is to find everybody who is there
             yield drain
 
     run("router", mesh, router, start)

@@ -1,6 +1,7 @@
 """Where the router sends work: bursts spread, shared prefixes are computed once, whichever workers serve."""
 
 import asyncio
+import contextlib
 
 import grpc.aio
 import openai
@@ -9,6 +10,11 @@ from support.prompts import offline_tokens, random_prompt
 
 from flashmesh.client import prompt_request
 from flashmesh.kernels.simulated import SimulatedEngine
+from flashmesh.kv_client import KvClient
+from flashmesh.redis_client import connect
+from flashmesh.registry import Registry
+from flashmesh.rpc import Channels
+from flashmesh.services.router.prefix import Call, Prefix
 from flashmesh.types import SamplingParams
 from flashmesh.v1 import router_pb2_grpc
 
@@ -42,10 +48,34 @@ async def http_burst(address, prompts):
     return [answer.usage.prompt_tokens for answer in answers]
 
 
+async def wait_stored(mesh, prompts):
+    """Waits until every prompt's first block is on the node where the whole mesh places it."""
+    async with (
+        contextlib.aclosing(connect(mesh.redis_url)) as client,
+        contextlib.aclosing(Channels()) as channels,
+        asyncio.timeout(60),
+    ):
+        records = await Registry(client, "local").list()
+        nodes = [record for record in records if record.role == "kvstore"]
+        assert len(nodes) == len(mesh.names("kvstore"))
+        model = next(record.model for record in records if record.model)
+        calls = [Call(request_id="", model=model, prompt=p, params=ONE) for p in prompts]
+        for prefix in [Prefix(call, 1, nodes) for call in calls]:
+            while await prefix.count_present(KvClient(channels)) < 1:
+                await asyncio.sleep(0.01)
+
+
 def blocks_by_worker(mesh):
     return {
         name: mesh.metrics(name)["flashmesh_prefill_blocks_total"] for name in mesh.names("prefill")
     }
+
+
+async def test_a_mesh_that_is_up_places_its_first_requests_on_all_its_nodes(tmp_path):
+    prompts = [random_prompt(300, seed=seed) for seed in range(16)]
+    with start_mesh(tmp_path, num_kvstore=4) as mesh:
+        await burst(mesh.router_address, prompts)
+        await wait_stored(mesh, prompts)
 
 
 async def test_a_burst_spreads_over_the_workers_and_a_shared_prefix_does_not(tmp_path):
