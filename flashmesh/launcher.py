@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from flashmesh.tls import Tls
 
+WAVES = (("prefill", "decode"), ("kvstore",), ("router",))
 POLL_S = 0.02
 LOG_TAIL_LINES = 15
 
@@ -200,18 +201,17 @@ class Mesh:
     def start(self, *, timeout_s: float | None = None) -> None:
         """Starts everything and returns when all of it is healthy.
 
-        Routers come last: they find all the others registered, and a checkpoint that cannot be
-        loaded ends the start before anything looks usable.
+        Workers come first: a checkpoint that cannot be loaded ends the start before anything looks
+        usable. Routers come last: they find all the others registered.
 
         Raises:
             WorkerLost: a process ended, or was not healthy in time.
         """
-        routers = [p for p in self.processes.values() if p.service == "router"]
-        others = [p for p in self.processes.values() if p.service != "router"]
-        for wave in (others, routers):
-            for process in wave:
-                self.start_process(process.name)
-            self.wait_healthy([process.name for process in wave], timeout_s=timeout_s)
+        for wave in WAVES:
+            names = [p.name for p in self.processes.values() if p.service in wave]
+            for name in names:
+                self.start_process(name)
+            self.wait_healthy(names, timeout_s=timeout_s)
 
     def start_process(self, name: str) -> None:
         """Starts one process (again) and watches for its end; does not wait for health."""
