@@ -74,17 +74,14 @@ async def registered(
             load,
             interval_s=mesh.heartbeat_interval_s,
             ttl_s=mesh.heartbeat_ttl_s,
+            announced=running.announced,
         )
 
         async def beat() -> None:
             await running.serving.wait()
             await heartbeat.run()
 
-        async def announce() -> None:
-            await heartbeat.tried.wait()
-            running.announced.set()
-
-        async with background(beat(), announce()):
+        async with background(beat()):
             try:
                 yield heartbeat.leave
             finally:

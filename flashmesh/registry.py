@@ -209,9 +209,7 @@ class Heartbeat:
         record: without load.
         load: called before every renewal.
         interval_s, ttl_s: how often, and how long a record outlives its last renewal.
-
-    Attributes:
-        tried: set when the record has been written for the first time, or could not be.
+        announced: set when the record has been written for the first time, or could not be.
     """
 
     def __init__(
@@ -222,9 +220,10 @@ class Heartbeat:
         *,
         interval_s: float,
         ttl_s: float,
+        announced: asyncio.Event | None = None,
     ) -> None:
         self.record = record
-        self.tried = asyncio.Event()
+        self._announced = announced or asyncio.Event()
         self._registry = registry
         self._load = load
         self._interval_s = interval_s
@@ -245,7 +244,7 @@ class Heartbeat:
                 if not down:
                     log.warning("registry unreachable", extra={"error": str(error)})
                 down = True
-            self.tried.set()
+            self._announced.set()
             if self._left:  # while that renewal was under way
                 await self.leave()
                 return
