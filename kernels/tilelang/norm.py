@@ -51,10 +51,7 @@ def _rms_norm(width: int, rounded: bool) -> Any:
                     values[v * 8 + i] = T.Cast("float32", raw[v * 8 + i])
                 for i in T.unroll(8):
                     total[0] += values[v * 8 + i] * values[v * 8 + i]
-            p.lanes_sum(total, 5)
-            if thread % 32 == 0:
-                sums[thread // 32] = total[0]
-            T.sync_threads()
+            p.keep_warp_sum(total, sums, thread)
             p.warps_sum(total, sums, 0, threads // 32)
             total[0] = T.rsqrt(total[0] / T.float32(width) + eps)
             # All lanes exchange values, those beyond a narrow row too.

@@ -63,6 +63,14 @@ def parts() -> SimpleNamespace:
             total[0] += T.shfl_xor(total[0], 1 << k)
 
     @T.macro
+    def keep_warp_sum(total, shared, thread):
+        """shared[warp] = total[0] summed over a warp; all threads may read it afterwards."""
+        lanes_sum(total, 5)
+        if thread % 32 == 0:
+            shared[thread // 32] = total[0]
+        T.sync_threads()
+
+    @T.macro
     def warps_sum(total, shared, first, warps):
         """total[0] = shared[first] + ... + shared[first + warps - 1], in order."""
         total[0] = shared[first]
@@ -164,6 +172,7 @@ def parts() -> SimpleNamespace:
         store_stream=store_stream,
         add_squares=add_squares,
         lanes_sum=lanes_sum,
+        keep_warp_sum=keep_warp_sum,
         warps_sum=warps_sum,
         normed=normed,
         rotate=rotate,

@@ -89,10 +89,7 @@ def _collapse_norm(width: int) -> Any:
                 for i in T.unroll(8):
                     u[v * 8 + i] = T.Cast("float32", T.Cast("bfloat16", u[v * 8 + i]))
                     total[0] += u[v * 8 + i] * u[v * 8 + i]
-            p.lanes_sum(total, 5)
-            if thread % 32 == 0:
-                sums[thread // 32] = total[0]
-            T.sync_threads()
+            p.keep_warp_sum(total, sums, thread)
             p.warps_sum(total, sums, 0, threads // 32)
             total[0] = T.rsqrt(total[0] / T.float32(width) + eps)
             for v in T.unroll(vectors):

@@ -46,10 +46,7 @@ def _query_latent_and_window(rank: int, width: int, half: int) -> Any:
             p.load(qkv, row, thread * 8, values)
             total[0] = 0.0
             p.add_squares(values, total)
-            p.lanes_sum(total, 5)
-            if thread % 32 == 0:
-                sums[thread // 32] = total[0]
-            T.sync_threads()
+            p.keep_warp_sum(total, sums, thread)
             if thread < latent_warps * 32:
                 p.warps_sum(total, sums, 0, latent_warps)
                 total[0] = T.rsqrt(total[0] / T.float32(max(rank, 1)) + eps)
