@@ -4,15 +4,13 @@ A counting sort, stable, so that its result never depends on timing. Threads tha
 other in their warp (`match_any`), warps of a block and blocks of the grid by prefix sums.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flashmesh.kernels.tilelang.build import Variant, build
-
-if TYPE_CHECKING:
-    from flashmesh.kernels.tilelang.expert_layout import ExpertTiles
+from flashmesh.kernels.tilelang.expert_layout import ExpertTiles
 
 THREADS = (512, 1024)
 """Of a block, which holds as many slots; the smaller where it suffices. No more experts than the larger."""
@@ -163,7 +161,7 @@ def most_tiles(num_slots: int, num_experts: int, token_tile: int) -> int:
 
 def expert_tiles(
     ids: Tensor, weights: Tensor, num_experts: int, token_tile: int
-) -> "tuple[ExpertTiles, Tensor]":
+) -> tuple[ExpertTiles, Tensor]:
     """Sorts slots by expert, then by slot, and pads every expert's to tiles of `token_tile`.
 
     Args:
@@ -178,8 +176,6 @@ def expert_tiles(
     Raises:
         ValueError: more than 1024 experts, or shapes or types differ.
     """
-    from flashmesh.kernels.tilelang.expert_layout import ExpertTiles
-
     if num_experts > THREADS[-1]:
         raise ValueError(f"{num_experts} experts: at most {THREADS[-1]}")
     if weights.shape != ids.shape:

@@ -1,15 +1,12 @@
 """Routed experts: sort slots by expert, multiply, combine; see `kernels.ops.moe`."""
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from flashmesh.kernels.tilelang.combine import combine
+from flashmesh.kernels.tilelang.expert_gemm import down, gate_up
+from flashmesh.kernels.tilelang.expert_layout import ExpertWeights
 from flashmesh.kernels.tilelang.expert_tiles import expert_tiles
-
-if TYPE_CHECKING:
-    from flashmesh.kernels.tilelang.expert_layout import ExpertWeights
 
 TOKEN_TILES = {8: 4, 16: 8, 64: 64}
 """Rows of a tile, and up to how many rows of an expert on average it was the fastest."""
@@ -27,7 +24,7 @@ def experts(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    w: "ExpertWeights",
+    w: ExpertWeights,
     limit: float,
     round_activations: bool,
     shared: Tensor | None = None,
@@ -37,8 +34,6 @@ def experts(
     Raises:
         ValueError: shapes differ, or the products refuse them.
     """
-    from flashmesh.kernels.tilelang.expert_gemm import down, gate_up
-
     if ids.shape != weights.shape or len(ids) != len(x):
         raise ValueError("experts: x is [T, D], ids and weights are [T, count]")
     if not len(x):
