@@ -6,9 +6,13 @@ import argparse
 import sys
 import traceback
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flashmesh.bench.gpu import FAMILIES
-from flashmesh.bench.gpu.measure import Figure, ceilings_of_this_device, figures
+from flashmesh.bench.gpu.measure import ceilings_of_this_device, figures
+
+if TYPE_CHECKING:
+    from flashmesh.bench.gpu.case import Figure
 
 HEAD = "| op.size | of ceiling | us | TB/s | TFLOP/s | peer | over peer |\n" + "| --- " * 7 + "|\n"
 

@@ -1,4 +1,4 @@
-"""What a GPU benchmark case is, and how its time is taken."""
+"""What a GPU benchmark case is, how its time is taken, and what comes of it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from flashmesh.bench.gpu.bounds import Work
 
 CALLS = 10
 REPLAYS = 7
@@ -38,6 +40,39 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
+class Figure:
+    """One op at one size.
+
+    Attributes:
+        name: "OP.SIZE".
+        took: seconds of a call.
+        bound: least seconds at the device's ceilings.
+        num_bytes, num_flops: what the bound is made of; of a whole pass, 0.
+        peer_name, peer_took: of a torch function for the same work; "" and 0 where there is none.
+        note: what a pass's bound is made of.
+    """
+
+    name: str
+    took: float
+    bound: float
+    num_bytes: int = 0
+    num_flops: int = 0
+    peer_name: str = ""
+    peer_took: float = 0.0
+    note: str = ""
+
+    def __str__(self) -> str:
+        line = f"gpu.{self.name:<40} {self.bound / self.took:5.2f} {self.took * 1e6:10.1f} us"
+        if self.num_bytes:
+            line += f" {self.num_bytes / self.took / 1e12:6.2f} TB/s"
+        if self.num_flops:
+            line += f" {self.num_flops / self.took / 1e12:7.1f} TFLOP/s"
+        if self.peer_took:
+            line += f"  {self.peer_name} {self.peer_took * 1e6:.1f} us = {self.peer_took / self.took:.2f}x"
+        return line + (f"  {self.note}" if self.note else "")
+
+
+@dataclass(frozen=True, slots=True)
 class Ceilings:
     """What the device attained in this run: bytes a second copied, operations a second in bf16 and FP8 products."""
 
@@ -45,9 +80,9 @@ class Ceilings:
     bf16: float
     fp8: float
 
-    def bound(self, case: Case) -> float:
-        """Seconds that the case takes at least, with bf16 products."""
-        return max(case.num_bytes / self.copy, case.num_flops / self.bf16)
+    def bound(self, work: Case | Work) -> float:
+        """Seconds that the work takes at least, with bf16 products."""
+        return max(work.num_bytes / self.copy, work.num_flops / self.bf16)
 
 
 def seconds(run: Callable[[int], object], calls: int = CALLS) -> float:
@@ -63,13 +98,14 @@ def seconds(run: Callable[[int], object], calls: int = CALLS) -> float:
     with torch.cuda.graph(graph):
         for call in range(calls):
             run(call)
-    return statistics.median(_replay(graph) for _ in range(REPLAYS)) / calls
+    return statistics.median(timed(graph.replay) for _ in range(REPLAYS)) / calls
 
 
-def _replay(graph: torch.cuda.CUDAGraph) -> float:
+def timed(run: Callable[[], object]) -> float:
+    """Returns the seconds that the device takes over what `run` launches."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
-    graph.replay()
+    run()
     end.record()
     end.synchronize()
     return float(begin.elapsed_time(end)) / 1e3
@@ -88,14 +124,7 @@ def _copied() -> float:
 def _copy_rate(num_words: int) -> float:
     source = torch.randint(0, 1 << 30, (num_words,), dtype=torch.int32, device="cuda")
     target = torch.empty_like(source)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    times = []
-    for _ in range(2 * REPLAYS):
-        begin.record()
-        target.copy_(source)
-        end.record()
-        end.synchronize()
-        times.append(float(begin.elapsed_time(end)) / 1e3)
+    times = [timed(lambda: target.copy_(source)) for _ in range(2 * REPLAYS)]
     return float(2 * source.nbytes / statistics.median(times))
 
 

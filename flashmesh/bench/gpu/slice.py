@@ -6,13 +6,14 @@ head and the small index arithmetic between ops, none of which is in the bound b
 
 from __future__ import annotations
 
+import contextlib
 import statistics
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from flashmesh.bench.gpu.bounds import Work, watched
+from flashmesh.bench.gpu.case import Figure, timed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,17 +27,7 @@ BATCHES = (1, 8, 64)
 STEPS = 20
 
 
-@dataclass(frozen=True, slots=True)
-class SliceFigure:
-    """A pass of the slice: seconds it took, seconds its ops take at the ceilings, and the ops' shares."""
-
-    name: str
-    took: float
-    bound: float
-    ops: dict[str, float]
-
-
-def figures(ceilings: Ceilings) -> Iterator[SliceFigure]:
+def figures(ceilings: Ceilings) -> Iterator[Figure]:
     """Builds the slice and measures it."""
     from flashmesh.bench.gpu.slice_model import slice_runner
 
@@ -47,32 +38,24 @@ def figures(ceilings: Ceilings) -> Iterator[SliceFigure]:
         yield _decode(runner, ceilings, batch)
 
 
-def _prefill(runner: DeviceRunner, ceilings: Ceilings) -> Iterator[SliceFigure]:
+def _prefill(runner: DeviceRunner, ceilings: Ceilings) -> Iterator[Figure]:
     tokens = torch.randint(3, 129000, (PROMPT,)).tolist()
     for name, rows in (("slice.prefill_16k", 140), ("slice.prefill_16k_all_rows", PROMPT)):
         times = [_prefill_seconds(runner, tokens, rows) for _ in range(4)]
-        log: list[Work] = []
-        ops = runner.model.ops
-        runner.model.ops = watched(ops, log)
-        _prefill_seconds(runner, tokens, rows)
-        runner.model.ops = ops
-        bounds = _bounds(log, ceilings)
-        yield SliceFigure(name, statistics.median(times[1:]), sum(bounds.values()), bounds)
+        with counted(runner) as log:
+            _prefill_seconds(runner, tokens, rows)
+        yield _figure(name, times[1:], log, ceilings)
 
 
 def _prefill_seconds(runner: DeviceRunner, tokens: list[int], decoder_rows: int) -> float:
     state = runner.open(len(tokens))
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
-    begin.record()
-    runner.prefill(state, tokens, decoder_rows=decoder_rows)
-    end.record()
-    end.synchronize()
+    took = timed(lambda: runner.prefill(state, tokens, decoder_rows=decoder_rows))
     runner.close(state)
-    return float(begin.elapsed_time(end)) / 1e3
+    return took
 
 
-def _decode(runner: DeviceRunner, ceilings: Ceilings, batch: int) -> SliceFigure:
+def _decode(runner: DeviceRunner, ceilings: Ceilings, batch: int) -> Figure:
     """Times recorded steps of sequences whose caches were filled at random: what rows say does not change the work."""
     states = [runner.open(CONTEXT + 256) for _ in range(batch)]
     for state in states:
@@ -81,26 +64,24 @@ def _decode(runner: DeviceRunner, ceilings: Ceilings, batch: int) -> SliceFigure
     runner.decode(step)
     recorded = next(reversed(runner._recorded.values()))
     assert recorded.graph is not None
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    times = []
-    for _ in range(STEPS):
-        begin.record()
-        recorded.graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
-    log: list[Work] = []
-    ops = runner.model.ops
-    runner.model.ops = watched(ops, log)
-    with torch.inference_mode():
+    times = [timed(recorded.graph.replay) for _ in range(STEPS)]
+    with counted(runner) as log, torch.inference_mode():
         runner._step(recorded.rows)
-    runner.model.ops = ops
     for state in states:
         runner.close(state)
-    bounds = _bounds(log, ceilings)
-    return SliceFigure(
-        f"slice.decode_64k.b{batch}", statistics.median(times), sum(bounds.values()), bounds
-    )
+    return _figure(f"slice.decode_64k.b{batch}", times, log, ceilings)
+
+
+@contextlib.contextmanager
+def counted(runner: DeviceRunner) -> Iterator[list[Work]]:
+    """Yields a list that gets the work of every op that the runner's model calls meanwhile."""
+    ops = runner.model.ops
+    log: list[Work] = []
+    runner.model.ops = watched(ops, log)
+    try:
+        yield log
+    finally:
+        runner.model.ops = ops
 
 
 def fill(runner: DeviceRunner, state: DeviceSequence) -> None:
@@ -130,9 +111,10 @@ def _random_rows(like: torch.Tensor, scale_share: float) -> torch.Tensor:
     return rows
 
 
-def _bounds(log: list[Work], ceilings: Ceilings) -> dict[str, float]:
-    total: dict[str, float] = {}
-    for op, num_bytes, num_flops in log:
-        bound = max(num_bytes / ceilings.copy, num_flops / ceilings.bf16)
-        total[op] = total.get(op, 0.0) + bound
-    return total
+def _figure(name: str, times: list[float], log: list[Work], ceilings: Ceilings) -> Figure:
+    bounds: dict[str, float] = {}
+    for work in log:
+        bounds[work.op] = bounds.get(work.op, 0.0) + ceilings.bound(work)
+    largest = sorted(bounds.items(), key=lambda item: -item[1])[:5]
+    note = ", ".join(f"{op} {bound * 1e6:.0f}" for op, bound in largest)
+    return Figure(name, statistics.median(times), sum(bounds.values()), note=f"bounds: {note} us")

@@ -9,8 +9,7 @@ from support.device import device_runner
 
 from flashmesh.bench import gpu
 from flashmesh.bench.gpu.bounds import watched
-from flashmesh.bench.gpu.case import Case, Ceilings
-from flashmesh.bench.gpu.measure import Figure
+from flashmesh.bench.gpu.case import Case, Ceilings, Figure
 from flashmesh.bench.gpu.slice_model import RandomSource, slice_config
 from flashmesh.bench.registry import SUITES, select
 from flashmesh.errors import KernelsUnavailable
