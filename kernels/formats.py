@@ -69,7 +69,7 @@ def expand(kind: Kind, weight: torch.Tensor, scale: torch.Tensor | None) -> torc
     """
     if scale is None:
         return weight.float()
-    factors = _SCALES.to(scale.device)[scale.view(torch.uint8).long()]
+    factors = scale_values(scale)
     if kind == "F4":
         pairs = _E2M1_PAIRS.to(weight.device)[weight.view(torch.uint8).long()]
         values = pairs.flatten(-2)
@@ -78,6 +78,11 @@ def expand(kind: Kind, weight: torch.Tensor, scale: torch.Tensor | None) -> torc
     if kind == "F8":
         factors = factors.repeat_interleave(TILE, dim=0)[: values.shape[0]]
     return values * factors.repeat_interleave(TILE, dim=-1)[..., : values.shape[-1]]
+
+
+def scale_values(scale: torch.Tensor) -> torch.Tensor:
+    """Returns fp32 of E8M0 scales, float8_e8m0fnu or their bytes; NaN for byte 255."""
+    return _SCALES.to(scale.device)[scale.view(torch.uint8).long()]
 
 
 def quantise(kind: Kind, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -98,7 +103,7 @@ def quantise(kind: Kind, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     rows_of_tile = TILE if kind == "F8" else 1
     exponents = _scale_exponents(_tile_maxima(values, rows_of_tile), limit)
     scale = (exponents + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
-    factors = _SCALES.to(scale.device)[scale.view(torch.uint8).long()]
+    factors = scale_values(scale)
     factors = factors.repeat_interleave(rows_of_tile, dim=0)[: values.shape[0]]
     factors = factors.repeat_interleave(TILE, dim=1)[:, : values.shape[1]]
     scaled = (values / factors).clamp(-limit, limit)

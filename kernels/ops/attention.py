@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from flashmesh.kernels.formats import expand
+from flashmesh.kernels.ops.rows import rotated_pairs
 from flashmesh.kernels.quantize import unpack_nvfp4_16
 from flashmesh.kernels.reference.attention import attend
 
@@ -60,22 +62,19 @@ def sparse_attention(
         )
         present = torch.cat((window_index[rows], kv_index[rows]), 1) >= 0
         keys = keys.masked_fill(~present.unsqueeze(-1), 0)
-        c, s = cos[rows].unsqueeze(1), sin[rows].unsqueeze(1)
-        rotated = _rotate(q[rows].float(), c, s).bfloat16().float()
+        c, s = cos[rows], sin[rows]
+        rotated = rotated_pairs(q[rows].float(), c, s).bfloat16().float()
         # The peak of no logits at all would be minus infinity less itself; their values are zeros.
         some = present | ~present.any(1, keepdim=True)
-        out[rows] = _rotate(attend(rotated, keys, some, sink, scale), c, -s).bfloat16()
+        out[rows] = rotated_pairs(attend(rotated, keys, some, sink, scale), c, -s).bfloat16()
     return out
 
 
 def unpack_window(stored: Tensor) -> Tensor:
     """Reads window rows: uint8 `[..., E + E/32]` to fp32 `[..., E]`."""
     width = stored.shape[-1] // 33 * 32
-    codes = stored[..., :width].contiguous().view(torch.float8_e4m3fn).float()
-    exponent = stored[..., width:].to(torch.int32)
-    # Exponent byte 0 is 2^-127, a subnormal whose bits are not byte << 23.
-    scale = torch.where(exponent == 0, 1 << 22, exponent << 23).view(torch.float32)
-    return (codes.unflatten(-1, (-1, 32)) * scale.unsqueeze(-1)).flatten(-2)
+    codes = stored[..., :width].contiguous().view(torch.float8_e4m3fn)
+    return expand("F8row", codes, stored[..., width:])
 
 
 def unpack_kv(stored: Tensor) -> Tensor:
@@ -89,11 +88,3 @@ def _gather(stored: Tensor, index: Tensor) -> Tensor:
     if not len(stored):
         return stored.new_zeros((*index.shape, stored.shape[1]))
     return stored[index.clamp(min=0).long()]
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the last columns of fp32 `[T, H, E]` in adjacent pairs."""
-    width = 2 * cos.shape[-1]
-    even, odd = x[..., -width:].unflatten(-1, (-1, 2)).unbind(-1)
-    turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
-    return torch.cat((x[..., :-width], turned), -1)

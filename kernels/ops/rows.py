@@ -178,14 +178,23 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return basics.rms_norm(x.float(), weight.float(), eps).bfloat16()
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the last columns of bf16 `[T, n]` or `[T, heads, n]`; no product is fused with a sum."""
+def rotated_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates the last columns of fp32 rows in adjacent pairs; no product is fused with a sum.
+
+    Args:
+        x: fp32 `[T, n]` or `[T, heads, n]`.
+        cos, sin: fp32 `[T, P/2]`.
+    """
     if x.dim() == 3:
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     stay = x.shape[-1] - 2 * cos.shape[-1]
-    even, odd = x[..., stay::2].float(), x[..., stay + 1 :: 2].float()
+    even, odd = x[..., stay::2], x[..., stay + 1 :: 2]
     turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
-    return torch.cat((x[..., :stay], turned.bfloat16()), -1)
+    return torch.cat((x[..., :stay], turned), -1)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return rotated_pairs(x.float(), cos, sin).bfloat16()
 
 
 def _fp8_32_codes(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flashmesh.kernels.formats import scale_values
+
 ROWS = 64
 COLUMNS = 64
 TILE_BYTES = ROWS * COLUMNS // 2
@@ -160,7 +162,5 @@ def _untile(tiles: Tensor, scales: Tensor) -> Tensor:
     values = torch.stack(registers, -1).unflatten(-1, (2, 2, 2))
     values = values.permute(0, 1, 3, 8, 4, 2, 6, 7, 5, 9).flatten(1, 4).flatten(2)
     exponents = scales.unflatten(-1, (4, 8, 2, 2)).permute(0, 1, 3, 5, 4, 2, 6)
-    exponents = exponents.flatten(1, 4).flatten(2).to(torch.int32) - _SCALE_OFFSET
-    # Byte 0 is 2^-127, a subnormal whose bits are not byte << 23.
-    bits = torch.where(exponents == 0, 1 << 22, exponents << 23)
-    return values * bits.view(torch.float32).repeat_interleave(32, -1)
+    factors = scale_values(exponents.flatten(1, 4).flatten(2) - _SCALE_OFFSET)
+    return values * factors.repeat_interleave(32, -1)
