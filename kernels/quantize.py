@@ -29,19 +29,27 @@ _STEPS = torch.where(
 def fp8_32(x: Tensor) -> Tensor:
     """Rounds to FP8-32: e4m3 codes under one power-of-two scale for 32 values.
 
-    Window rows are never stored outside a worker, so only values are returned.
-
     Args:
         x: fp32 `[..., n]`, n a multiple of 32.
 
     Returns:
         fp32 `[..., n]`.
     """
+    codes, scale = _fp8_32_blocks(x)
+    return (codes.float() * scale).flatten(-2)
+
+
+def fp8_32_codes(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rounds as `fp8_32`; returns e4m3 codes uint8 `[..., n]` and E8M0 scale bytes uint8 `[..., n/32]`."""
+    codes, scale = _fp8_32_blocks(x)
+    return codes.view(torch.uint8).flatten(-2), _exponent_bytes(scale)
+
+
+def _fp8_32_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
     blocks = x.unflatten(-1, (-1, 32))
     peak = blocks.abs().amax(-1, keepdim=True).clamp_(min=1e-4)
     scale = _power_of_two_above(peak * (1 / E4M3_MAX))
-    codes = (blocks / scale).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-    return (codes.float() * scale).flatten(-2)
+    return (blocks / scale).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale
 
 
 def mxfp4_32(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -58,8 +66,7 @@ def mxfp4_32(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     scale = _power_of_two_above(peak * (1 / E2M1_MAX))
     codes = e2m1_codes(blocks / scale)
     values = (_E2M1_VALUES.to(x.device)[codes.long()] * scale).flatten(-2)
-    exponent = (scale.view(torch.int32) >> 23).to(torch.uint8)
-    return _pack_nibbles(codes.flatten(-2)), exponent.squeeze(-1), values
+    return _pack_nibbles(codes.flatten(-2)), _exponent_bytes(scale), values
 
 
 def nvfp4_16(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -100,6 +107,11 @@ def _power_of_two_above(x: Tensor) -> Tensor:
     bits = x.view(torch.int32)
     exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(torch.int32)
     return (exponent << 23).view(torch.float32)
+
+
+def _exponent_bytes(scale: Tensor) -> Tensor:
+    """Returns E8M0 bytes `[..., n]` of powers of two `[..., n, 1]`."""
+    return (scale.view(torch.int32) >> 23).to(torch.uint8).squeeze(-1)
 
 
 def e2m1_codes(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from flashmesh.kernels.quantize import fp8_32
+from flashmesh.kernels.ops.rounding import round_rows
 from flashmesh.kernels.reference.basics import rms_norm
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def mix(
     """
     pre, post, comb = coefficients(streams.float(), weights, iters, eps)
     x = collapse_norm(streams, carried, norm, norm_eps)
-    return Mixed(pre, post, comb, x, fp8_32(x.float()).bfloat16() if rounded else None)
+    return Mixed(pre, post, comb, x, round_rows(x) if rounded else None)
 
 
 def spread(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:

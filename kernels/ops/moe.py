@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from flashmesh.kernels.formats import expand
+from flashmesh.kernels.ops.rounding import round_rows
 from flashmesh.kernels.quantize import fp8_32
 from flashmesh.kernels.reference import moe
 from flashmesh.kernels.reference.basics import linear
@@ -153,4 +154,4 @@ def swiglu(gu: Tensor, limit: float, round_output: bool) -> Tensor:
     g, u = gu.float().chunk(2, 1)
     a = torch.nn.functional.silu(g.clamp(max=limit)) * u.clamp(-limit, limit)
     a = a.bfloat16()
-    return fp8_32(a.float()).bfloat16() if round_output else a
+    return round_rows(a) if round_output else a

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flashmesh.kernels.quantize import E4M3_MAX, fp8_32, mxfp4_32, nvfp4_16
+from flashmesh.kernels.ops.rounding import round_rows
+from flashmesh.kernels.quantize import fp8_32_codes, mxfp4_32, nvfp4_16
 from flashmesh.kernels.reference import basics
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def rms_norm(
         bf16 `[T, n]`; with `rounded` also its FP8-32 values, bf16 `[T, n]`.
     """
     y = _norm(x, weight, eps)
-    return (y, fp8_32(y.float()).bfloat16()) if rounded else y
+    return (y, round_rows(y)) if rounded else y
 
 
 def query_latent_and_window(
@@ -62,7 +63,7 @@ def query_latent_and_window(
     width = q_norm.shape[0]
     store_window(qkv[:, width:], kv_norm, cos, sin, window, row, eps)
     latent = _norm(qkv[:, :width], q_norm, eps)
-    return latent, fp8_32(latent.float()).bfloat16()
+    return latent, round_rows(latent)
 
 
 def store_window(
@@ -74,7 +75,7 @@ def store_window(
         kv: bf16 `[T, E]`.
         kv_norm, cos, sin, window, row, eps: as in `query_latent_and_window`.
     """
-    codes, scales = _fp8_32_codes(_rotated(_norm(kv, kv_norm, eps), cos, sin).float())
+    codes, scales = fp8_32_codes(_rotated(_norm(kv, kv_norm, eps), cos, sin).float())
     _put(window, row, torch.cat((codes, scales), 1))
 
 
@@ -195,15 +196,6 @@ def rotated_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotated_pairs(x.float(), cos, sin).bfloat16()
-
-
-def _fp8_32_codes(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns e4m3 codes uint8 `[T, n]` and E8M0 scales uint8 `[T, n/32]`."""
-    values = fp8_32(x).unflatten(-1, (-1, 32))
-    peak = x.unflatten(-1, (-1, 32)).abs().amax(-1, keepdim=True).clamp_(min=1e-4)
-    bits = (peak * (1 / E4M3_MAX)).view(torch.int32) + 0x7FFFFF & 0x7F800000
-    codes = (values / bits.view(torch.float32)).to(torch.float8_e4m3fn)
-    return codes.view(torch.uint8).flatten(-2), (bits >> 23).to(torch.uint8).squeeze(-1)
 
 
 def _put(rows: Tensor, row: Tensor, data: Tensor) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flashmesh.kernels.ops import mixing as twin
-from flashmesh.kernels.ops import rows as row_twin
+from flashmesh.kernels.quantize import fp8_32
 from flashmesh.kernels.tilelang import mixing, spread
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -72,7 +72,7 @@ def check_mixed(mixed, streams, carried, fn, base, scale, norm):
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-9)
     check_normed(mixed.x, streams, carried, norm)
     if mixed.x_rounded is not None:
-        assert torch.equal(mixed.x_rounded, row_twin.fp8_32(mixed.x.float()).bfloat16())
+        assert torch.equal(mixed.x_rounded, fp8_32(mixed.x.float()).bfloat16())
 
 
 @pytest.mark.parametrize("rounded", [False, True])

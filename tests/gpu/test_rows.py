@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from flashmesh.kernels.ops import rows as twin
+from flashmesh.kernels.quantize import fp8_32
 from flashmesh.kernels.tilelang import compressed_store, index_keys, norm, pair, window_store
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -63,7 +64,7 @@ def test_norm(random, rows, width):
     if rows:
         nearly(y, twin.rms_norm(x, weight, EPS, False))
     # The rounding of what the kernel itself normed is exact.
-    assert torch.equal(rounded, twin.fp8_32(y.float()).bfloat16())
+    assert torch.equal(rounded, fp8_32(y.float()).bfloat16())
 
 
 def test_norm_is_exact_where_the_sum_is(random):
@@ -89,7 +90,7 @@ def test_window_rows_and_latents(random, rows):
         kv = qkv[:, 1280:].contiguous()
         window_store.store_window(kv, kv_norm, cos, sin, alone, row, EPS)
         assert torch.equal(alone, window)
-        assert torch.equal(rounded, twin.fp8_32(latent.float()).bfloat16())
+        assert torch.equal(rounded, fp8_32(latent.float()).bfloat16())
         if make is signs:
             assert torch.equal(latent, want)
             assert torch.equal(rounded, want_rounded)
