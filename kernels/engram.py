@@ -217,8 +217,15 @@ def inject(
     Returns:
         fp32 `[R, 4, D]`.
     """
+    return add_gated(streams, gemm(rows, wkv), q_weight, k_weight, text)
+
+
+def add_gated(
+    streams: Tensor, kv: Tensor, q_weight: Tensor, k_weight: Tensor, text: Tensor
+) -> Tensor:
+    """As `inject`, with the product of rows and `wkv` given, fp32 `[R, 5 D]`."""
     num_rows, num_streams, width = streams.shape
-    keys, value = gemm(rows, wkv).split([num_streams * width, width], 1)
+    keys, value = kv.split([num_streams * width, width], 1)
     keys = keys.view(num_rows, num_streams, width)
     dots = (streams * q_weight * k_weight * keys).sum(-1)
     dots *= torch.rsqrt(streams.square().mean(-1) + 1e-20)

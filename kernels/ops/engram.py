@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from flashmesh.kernels.engram import add_gated
 from flashmesh.kernels.formats import expand
 
 if TYPE_CHECKING:
@@ -46,14 +47,5 @@ def engram_gate(
     Returns:
         bf16 `[T, S, D]`.
     """
-    _, num_streams, width = streams.shape
-    x = streams.float()
-    keys, value = kv.float().split([num_streams * width, width], 1)
-    keys = keys.view(x.shape)
-    dots = (x * (q_weight.float() * k_weight.float()) * keys).sum(-1)
-    dots *= torch.rsqrt(x.square().mean(-1) + 1e-20)
-    dots *= torch.rsqrt(keys.square().mean(-1) + 1e-20)
-    dots *= width**-0.5
-    gate = torch.sigmoid(torch.sign(dots) * dots.abs().clamp(min=1e-6).sqrt())
-    gate = gate * text.unsqueeze(1)
-    return (x + gate.unsqueeze(2) * value.unsqueeze(1)).bfloat16()
+    gated = add_gated(streams.float(), kv.float(), q_weight.float(), k_weight.float(), text)
+    return gated.bfloat16()
