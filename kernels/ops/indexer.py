@@ -123,16 +123,8 @@ def top_blocks(scores: Tensor, visible: Tensor, *, block: int = 8, count: int = 
     Returns:
         int32 `[T, count]`, ids of blocks that have visible columns, ascending, then -1.
     """
-    column = torch.arange(scores.shape[1], device=scores.device)
-    peaks = (
-        scores.masked_fill(column >= visible[:, None], -torch.inf)
-        .unflatten(1, (-1, block))
-        .amax(-1)
-    )
-    present = (visible + block - 1) // block
-    ids = column[: peaks.shape[1]]
-    peaks = torch.where(ids == present[:, None] - 1, torch.inf, peaks)
-    return top_rows(peaks, present, count)
+    seen = torch.arange(scores.shape[1], device=scores.device) < visible[:, None]
+    return select.candidate_blocks(scores, seen, block=block, count=count).int()
 
 
 def gather_columns(columns: Tensor, blocks: Tensor, *, block: int = 8) -> Tensor:

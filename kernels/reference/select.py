@@ -47,12 +47,10 @@ def top_rows(scores: Tensor, allowed: Tensor, count: int) -> Tensor:
 def candidate_mask(scores: Tensor, visible: Tensor, *, block: int, count: int) -> Tensor:
     """Marks the columns that reindexing layers may select from.
 
-    Columns fall into blocks of `block`; a block counts as its best visible score, the block of the last visible
-    column always stays, and the best `count` blocks are kept.
+    Those of `candidate_blocks`, or all visible ones where there are no more blocks than `count`.
 
     Args:
-        scores: fp32 `[R, J]`, J a multiple of `block`.
-        visible: bool `[R, J]`; in every row a prefix.
+        scores, visible, block, count: as there.
 
     Returns:
         bool `[R, J]`.
@@ -60,11 +58,25 @@ def candidate_mask(scores: Tensor, visible: Tensor, *, block: int, count: int) -
     num_blocks = scores.shape[1] // block
     if num_blocks <= count:
         return visible
-    peaks = scores.masked_fill(~visible, -torch.inf).unflatten(1, (num_blocks, block)).amax(-1)
-    any_visible = visible.unflatten(1, (num_blocks, block)).any(-1)
-    last = (any_visible.sum(1, keepdim=True) - 1).clamp_(min=0)
-    peaks = peaks.scatter(1, last, torch.inf)
-    chosen = top_rows(peaks, any_visible, count)
+    chosen = candidate_blocks(scores, visible, block=block, count=count)
     kept = torch.zeros(scores.shape[0], num_blocks + 1, dtype=torch.bool, device=scores.device)
     kept.scatter_(1, torch.where(chosen < 0, num_blocks, chosen), True)
     return visible & kept[:, :num_blocks].repeat_interleave(block, 1)
+
+
+def candidate_blocks(scores: Tensor, visible: Tensor, *, block: int, count: int) -> Tensor:
+    """Selects the best blocks of columns: one counts as its best visible score, that of the last visible column stays.
+
+    Args:
+        scores: fp32 `[R, J]`, J a multiple of `block`.
+        visible: bool `[R, J]`; in every row a prefix.
+        block: columns of a block.
+        count: how many blocks at most.
+
+    Returns:
+        int64 `[R, count]`: ids of blocks that have visible columns, ascending, then -1.
+    """
+    peaks = scores.masked_fill(~visible, -torch.inf).unflatten(1, (-1, block)).amax(-1)
+    any_visible = visible.unflatten(1, (-1, block)).any(-1)
+    last = (any_visible.sum(1, keepdim=True) - 1).clamp_(min=0)
+    return top_rows(peaks.scatter(1, last, torch.inf), any_visible, count)
