@@ -55,14 +55,9 @@ _OPS: dict[str, tuple[str, str]] = {
 
 
 class OpTable:
-    """The ops of one backend, as attributes: `table.dense(x, weight)`.
+    """The ops of one backend, as attributes: `table.dense(x, weight)`."""
 
-    Attributes:
-        backend: that was asked for.
-    """
-
-    def __init__(self, backend: Backend, ops: Mapping[str, Callable[..., Any]]) -> None:
-        self.backend = backend
+    def __init__(self, ops: Mapping[str, Callable[..., Any]]) -> None:
         self._ops = dict(ops)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -73,7 +68,7 @@ class OpTable:
 
     def wrapped(self, wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> OpTable:
         """Returns a table of `wrap(name, op)` for every op, to watch what runs."""
-        return OpTable(self.backend, {name: wrap(name, op) for name, op in self._ops.items()})
+        return OpTable({name: wrap(name, op) for name, op in self._ops.items()})
 
     def report(self) -> dict[str, Backend]:
         """Says what runs where: op to backend."""
@@ -104,7 +99,7 @@ def load_ops(backend: Backend, *, may_fall_back: Collection[str] = ()) -> OpTabl
             ops[name] = op
     if missing:
         raise KernelsUnavailable(f"the {backend} backend lacks {', '.join(missing)}")
-    return OpTable(backend, ops)
+    return OpTable(ops)
 
 
 def _find(package: str, module: str, name: str) -> Callable[..., Any] | None:
