@@ -1,6 +1,7 @@
 """Steps that both attention kernels consist of, as TileLang macros: a row's bits are the same in both."""
 
 from types import SimpleNamespace
+from typing import Any
 
 HEADS, WIDTH, PAIRS = 64, 512, 32
 HALF = WIDTH // 2
@@ -22,6 +23,18 @@ PASS_CONFIGS = {
 }
 
 
+def _key_of(thread: Any) -> Any:
+    """Returns the first of a block's two keys that a thread of the third warpgroup takes; the other is eight further.
+
+    Four threads share a key, and take a piece each of its columns.
+    """
+    return thread // 32 * 16 + thread % 8
+
+
+def _piece_of(thread: Any) -> Any:
+    return thread % 32 // 8
+
+
 def steps(factor: float) -> SimpleNamespace:
     """Returns the macros.
 
@@ -31,7 +44,8 @@ def steps(factor: float) -> SimpleNamespace:
     import tilelang.language as T
 
     @T.macro
-    def load_window(window, index, codes, scales, unit, side, key, piece):
+    def load_window(window, index, codes, scales, unit, side, key, thread):
+        piece = _piece_of(thread)
         at = T.max(index[key], 0)
         for b in T.unroll(4):
             for v in T.vectorized(4):
@@ -43,7 +57,8 @@ def steps(factor: float) -> SimpleNamespace:
             )
 
     @T.macro
-    def load_kv(kv, index, codes, scales, unit, key, piece):
+    def load_kv(kv, index, codes, scales, unit, key, thread):
+        piece = _piece_of(thread)
         at = T.max(index[key], 0)
         for b in T.unroll(4):
             for v in T.vectorized(4):
@@ -51,7 +66,8 @@ def steps(factor: float) -> SimpleNamespace:
             scales[unit, b] = kv[at, 64 + b * 2 + piece // 2]
 
     @T.macro
-    def convert_window(codes, scales, values, keys, unit, stage, key, piece):
+    def convert_window(codes, scales, values, keys, unit, stage, key, thread):
+        piece = _piece_of(thread)
         for b in T.unroll(4):
             shift = T.Cast("uint32", b % 2 * 16 + piece // 2 * 8)
             exponent = (scales[unit, b // 2] >> shift) & T.uint32(255)
@@ -68,7 +84,8 @@ def steps(factor: float) -> SimpleNamespace:
                     keys[stage, key, b * 64 + piece * 16 + w * 8 + v] = values[b % 2, w, v]
 
     @T.macro
-    def convert_kv(codes, scales, values, k_left, k_right, unit, stage, key, piece):
+    def convert_kv(codes, scales, values, k_left, k_right, unit, stage, key, thread):
+        piece = _piece_of(thread)
         for b in T.unroll(4):
             pair = T.call_extern(
                 "uint32", "fm_kv_scales", scales[unit, b] >> T.Cast("uint32", piece % 2 * 16)
@@ -92,6 +109,48 @@ def steps(factor: float) -> SimpleNamespace:
                         k_right[stage, key, b * 128 - HALF + piece * 32 + w * 8 + v] = values[
                             w // 2, w % 2, v
                         ]
+
+    @T.macro
+    def fetch_window(window, index, codes, scales, here, thread):
+        """Loads the first numbers of the block of window keys that starts at `here` in `index`."""
+        load_window(window, index, codes, scales, 0, 0, here + _key_of(thread), thread)
+
+    @T.macro
+    def fetch_kv(kv, index, codes, scales, here, thread):
+        load_kv(kv, index, codes, scales, 0, here + _key_of(thread), thread)
+
+    @T.macro
+    def begin_window(window, index, codes, scales, values, k_left, k_right, n, here, thread):
+        """What the third warpgroup does with block `n`, fetched before, until the next one may be fetched.
+
+        One unit of numbers loads while the other one is converted: unit 0 for left columns, unit 1 for right ones.
+        """
+        key = _key_of(thread)
+        load_window(window, index, codes, scales, 1, 1, here + key, thread)
+        convert_window(codes, scales, values, k_left, 0, n % 2, key, thread)
+        load_window(window, index, codes, scales, 0, 0, here + key + 8, thread)
+        convert_window(codes, scales, values, k_right, 1, n % 2, key, thread)
+        load_window(window, index, codes, scales, 1, 1, here + key + 8, thread)
+        convert_window(codes, scales, values, k_left, 0, n % 2, key + 8, thread)
+
+    @T.macro
+    def end_window(codes, scales, values, k_right, k_ready, n, thread):
+        convert_window(codes, scales, values, k_right, 1, n % 2, _key_of(thread) + 8, thread)
+        T.fence_proxy_async()
+        T.barrier_arrive(k_ready[n % 2])
+
+    @T.macro
+    def begin_kv(kv, index, codes, scales, values, k_left, k_right, n, here, thread):
+        """The same for selected keys: unit 0 is for the first of a thread's keys, unit 1 for the second."""
+        key = _key_of(thread)
+        load_kv(kv, index, codes, scales, 1, here + key + 8, thread)
+        convert_kv(codes, scales, values, k_left, k_right, 0, n % 2, key, thread)
+
+    @T.macro
+    def end_kv(codes, scales, values, k_left, k_right, k_ready, n, thread):
+        convert_kv(codes, scales, values, k_left, k_right, 1, n % 2, _key_of(thread) + 8, thread)
+        T.fence_proxy_async()
+        T.barrier_arrive(k_ready[n % 2])
 
     @T.macro
     def turn_queries(q_right, pair, cos, sin, row, thread, threads):
@@ -187,8 +246,42 @@ def steps(factor: float) -> SimpleNamespace:
         T.barrier_arrive(keys_free[n % 2])
 
     @T.macro
-    def write_right(right, cos, sin, written, out, row, thread):
-        """Turns the right half of a row's heads back and writes it."""
+    def find_shares(shares, peaks, totals, sink, halves, thread):
+        """Finds what the sums of each half of a row's keys count for in its output."""
+        T.call_extern(
+            "handle",
+            "fm_shares",
+            T.access_ptr(shares, "w"),
+            T.access_ptr(peaks, "r"),
+            T.access_ptr(totals, "r"),
+            T.access_ptr(sink, "r"),
+            T.float32(factor),
+            halves,
+            thread,
+        )
+
+    @T.macro
+    def merge(sums, half, halves, others, shares, thread):
+        """Weighs the sums of `half` and adds those of the other half, if there is one."""
+        T.call_extern(
+            "handle",
+            "fm_weigh",
+            sums.data,
+            T.access_ptr(shares[half * HEADS], "r", HEADS),
+            thread,
+        )
+        if halves == 2:
+            T.call_extern(
+                "handle",
+                "fm_merge",
+                sums.data,
+                T.access_ptr(others, "r"),
+                T.access_ptr(shares[(1 - half) * HEADS], "r", HEADS),
+                thread,
+            )
+
+    @T.macro
+    def turn_back(right, cos, sin, row, thread):
         T.call_extern(
             "handle",
             "fm_turn_back",
@@ -197,23 +290,32 @@ def steps(factor: float) -> SimpleNamespace:
             T.access_ptr(sin[row, 0], "r", PAIRS),
             thread,
         )
+
+    @T.macro
+    def write(sums, side, written, out, row, thread):
+        """Writes left (side 0) or right (side 1) columns of a row's heads."""
         T.call_extern(
             "handle",
             "fm_write",
-            right.data,
-            T.access_ptr(written[1, 0], "w", 2560),
-            T.access_ptr(out[row, 0, HALF], "w", HEADS * WIDTH - HALF),
+            sums.data,
+            T.access_ptr(written[side, 0], "w", 2560),
+            T.access_ptr(out[row, 0, side * HALF], "w", HEADS * WIDTH - side * HALF),
             thread,
         )
 
     return SimpleNamespace(
-        load_window=load_window,
-        load_kv=load_kv,
-        convert_window=convert_window,
-        convert_kv=convert_kv,
+        fetch_window=fetch_window,
+        fetch_kv=fetch_kv,
+        begin_window=begin_window,
+        end_window=end_window,
+        begin_kv=begin_kv,
+        end_kv=end_kv,
         turn_queries=turn_queries,
         score=score,
         weigh_left=weigh_left,
         weigh_right=weigh_right,
-        write_right=write_right,
+        find_shares=find_shares,
+        merge=merge,
+        turn_back=turn_back,
+        write=write,
     )

@@ -144,17 +144,7 @@ def attend_rows(
                                 t,
                             )
                     T.sync_threads(3, 128)
-                    T.call_extern(
-                        "handle",
-                        "fm_shares",
-                        T.access_ptr(shares, "w"),
-                        T.access_ptr(peaks, "r"),
-                        T.access_ptr(totals, "r"),
-                        T.access_ptr(sink, "r"),
-                        T.float32(factor),
-                        halves,
-                        t,
-                    )
+                    do.find_shares(shares, peaks, totals, sink, halves, t)
                     T.barrier_arrive(shares_ready)
                     T.barrier_wait(shares_ready, turn % 2)
                     if halves == 2:
@@ -174,14 +164,7 @@ def attend_rows(
                             T.access_ptr(shares, "r"),
                             t,
                         )
-                    T.call_extern(
-                        "handle",
-                        "fm_write",
-                        left.data,
-                        T.access_ptr(written[0, 0], "w", 2560),
-                        T.access_ptr(out[row, 0, 0], "w", HEADS * WIDTH),
-                        t,
-                    )
+                    do.write(left, 0, written, out, row, t)
             elif t < 256:
                 T.set_max_nreg(168, 1)
                 for turn in T.serial(own_rows):
@@ -210,27 +193,11 @@ def attend_rows(
                                 t - 128,
                             )
                     T.barrier_wait(shares_ready, turn % 2)
-                    T.call_extern(
-                        "handle",
-                        "fm_weigh",
-                        right.data,
-                        T.access_ptr(shares[(halves - 1) * HEADS], "r", HEADS),
-                        t - 128,
-                    )
-                    if halves == 2:
-                        T.call_extern(
-                            "handle",
-                            "fm_merge",
-                            right.data,
-                            T.access_ptr(kept[sm, 1, 0], "r", KEPT // 2),
-                            T.access_ptr(shares, "r"),
-                            t - 128,
-                        )
-                    do.write_right(right, cos, sin, written, out, row, t - 128)
+                    do.merge(right, halves - 1, halves, kept[sm, 1, :], shares, t - 128)
+                    do.turn_back(right, cos, sin, row, t - 128)
+                    do.write(right, 1, written, out, row, t - 128)
             else:
                 T.set_max_nreg(104, 0)
-                own = (t - 256) // 32 * 16 + t % 8
-                piece = t % 32 // 8
                 if own_rows > 0:
                     for j in T.unroll(-(-num_keys // 128)):
                         key = j * 128 + t - 256
@@ -242,7 +209,7 @@ def attend_rows(
                     T.tma_copy(q[sm, :, HALF:WIDTH], q_right, barrier=q_loaded[0])
                     T.barrier_arrive(q_loaded[0])
                     T.sync_threads(5, 128)
-                    do.load_window(window, index, codes, scales, 0, 0, own, piece)
+                    do.fetch_window(window, index, codes, scales, 0, t - 256)
                 for turn in T.serial(own_rows):
                     row = turn * num_blocks + sm
                     after = row + num_blocks
@@ -258,22 +225,17 @@ def attend_rows(
                     for i in T.serial(window_blocks):
                         n = turn * per_row + i
                         T.barrier_wait(k_free[n % 2], n // 2 % 2 ^ 1)
-                        here = this + i * BLOCK + own
-                        do.load_window(window, index, codes, scales, 1, 1, here, piece)
-                        do.convert_window(codes, scales, values, k_left, 0, n % 2, own, piece)
-                        do.load_window(window, index, codes, scales, 0, 0, here + 8, piece)
-                        do.convert_window(codes, scales, values, k_right, 1, n % 2, own, piece)
-                        do.load_window(window, index, codes, scales, 1, 1, here + 8, piece)
-                        do.convert_window(codes, scales, values, k_left, 0, n % 2, own + 8, piece)
+                        here = this + i * BLOCK
+                        do.begin_window(
+                            window, index, codes, scales, values, k_left, k_right, n, here, t - 256
+                        )
                         if i + 1 < window_blocks:
-                            do.load_window(window, index, codes, scales, 0, 0, here + BLOCK, piece)
+                            do.fetch_window(window, index, codes, scales, here + BLOCK, t - 256)
                         elif num_selected > 0:
-                            do.load_kv(kv, index, codes, scales, 0, here + BLOCK, piece)
+                            do.fetch_kv(kv, index, codes, scales, here + BLOCK, t - 256)
                         elif after < num_rows:
-                            do.load_window(window, index, codes, scales, 0, 0, other + own, piece)
-                        do.convert_window(codes, scales, values, k_right, 1, n % 2, own + 8, piece)
-                        T.fence_proxy_async()
-                        T.barrier_arrive(k_ready[n % 2])
+                            do.fetch_window(window, index, codes, scales, other, t - 256)
+                        do.end_window(codes, scales, values, k_right, k_ready, n, t - 256)
                         if i == 0:
                             # By now no one needs the row before the last one: this one's first keys have replaced
                             # keys of the last one.
@@ -295,18 +257,15 @@ def attend_rows(
                     for i in T.serial(num_selected // BLOCK):
                         n = turn * per_row + window_blocks + i
                         T.barrier_wait(k_free[n % 2], n // 2 % 2 ^ 1)
-                        here = this + num_window + i * BLOCK + own
-                        do.load_kv(kv, index, codes, scales, 1, here + 8, piece)
-                        do.convert_kv(codes, scales, values, k_left, k_right, 0, n % 2, own, piece)
-                        if i + 1 < num_selected // BLOCK:
-                            do.load_kv(kv, index, codes, scales, 0, here + BLOCK, piece)
-                        elif after < num_rows:
-                            do.load_window(window, index, codes, scales, 0, 0, other + own, piece)
-                        do.convert_kv(
-                            codes, scales, values, k_left, k_right, 1, n % 2, own + 8, piece
+                        here = this + num_window + i * BLOCK
+                        do.begin_kv(
+                            kv, index, codes, scales, values, k_left, k_right, n, here, t - 256
                         )
-                        T.fence_proxy_async()
-                        T.barrier_arrive(k_ready[n % 2])
+                        if i + 1 < num_selected // BLOCK:
+                            do.fetch_kv(kv, index, codes, scales, here + BLOCK, t - 256)
+                        elif after < num_rows:
+                            do.fetch_window(window, index, codes, scales, other, t - 256)
+                        do.end_kv(codes, scales, values, k_left, k_right, k_ready, n, t - 256)
 
     return attend
 

@@ -123,39 +123,13 @@ def attend_rows(num_window: int, num_selected: int, halves: int, factor: float) 
                         T.call_extern(
                             "handle", "fm_fetch", T.access_ptr(totals[1, 0], "w", 64), 1, t
                         )
-                    T.call_extern(
-                        "handle",
-                        "fm_shares",
-                        T.access_ptr(shares, "w"),
-                        T.access_ptr(peaks, "r"),
-                        T.access_ptr(totals, "r"),
-                        T.access_ptr(sink, "r"),
-                        T.float32(factor),
-                        halves,
-                        t,
-                    )
+                    do.find_shares(shares, peaks, totals, sink, halves, t)
                 else:
                     T.call_extern("handle", "fm_send", left.data, T.access_ptr(k_left, "w"), 0, t)
                 T.cluster_sync()
                 if half == 0:
-                    T.call_extern("handle", "fm_weigh", left.data, T.access_ptr(shares, "r"), t)
-                    if halves == 2:
-                        T.call_extern(
-                            "handle",
-                            "fm_merge",
-                            left.data,
-                            T.access_ptr(k_left, "r"),
-                            T.access_ptr(shares[HEADS], "r", HEADS),
-                            t,
-                        )
-                    T.call_extern(
-                        "handle",
-                        "fm_write",
-                        left.data,
-                        T.access_ptr(written[0, 0], "w", 2560),
-                        T.access_ptr(out[row, 0, 0], "w", HEADS * WIDTH),
-                        t,
-                    )
+                    do.merge(left, 0, halves, k_left, shares, t)
+                    do.write(left, 0, written, out, row, t)
             elif t < 256:
                 T.set_max_nreg(168, 1)
                 T.tma_copy(q[row, :, HALF:WIDTH], q_right, barrier=q_loaded[1])
@@ -182,40 +156,16 @@ def attend_rows(num_window: int, num_selected: int, halves: int, factor: float) 
                     if halves == 2:
                         T.call_extern("handle", "fm_fetch", T.access_ptr(peaks, "w"), 0, t - 128)
                         T.call_extern("handle", "fm_fetch", T.access_ptr(totals, "w"), 0, t - 128)
-                        T.call_extern(
-                            "handle",
-                            "fm_shares",
-                            T.access_ptr(shares, "w"),
-                            T.access_ptr(peaks, "r"),
-                            T.access_ptr(totals, "r"),
-                            T.access_ptr(sink, "r"),
-                            T.float32(factor),
-                            halves,
-                            t - 128,
-                        )
+                        do.find_shares(shares, peaks, totals, sink, halves, t - 128)
                 else:
                     T.call_extern(
                         "handle", "fm_send", right.data, T.access_ptr(k_right, "w"), 1, t - 128
                     )
                 T.cluster_sync()
                 if half == halves - 1:
-                    T.call_extern(
-                        "handle",
-                        "fm_weigh",
-                        right.data,
-                        T.access_ptr(shares[(halves - 1) * HEADS], "r", HEADS),
-                        t - 128,
-                    )
-                    if halves == 2:
-                        T.call_extern(
-                            "handle",
-                            "fm_merge",
-                            right.data,
-                            T.access_ptr(k_right, "r"),
-                            T.access_ptr(shares, "r"),
-                            t - 128,
-                        )
-                    do.write_right(right, cos, sin, written, out, row, t - 128)
+                    do.merge(right, halves - 1, halves, k_right, shares, t - 128)
+                    do.turn_back(right, cos, sin, row, t - 128)
+                    do.write(right, 1, written, out, row, t - 128)
             else:
                 T.set_max_nreg(104, 0)
                 for j in T.unroll(-(-first_half // 2)):
@@ -226,40 +176,30 @@ def attend_rows(num_window: int, num_selected: int, halves: int, factor: float) 
                         else:
                             index[n] = kv_index[row, first * BLOCK + n - num_window]
                 T.sync_threads(5, 128)
-                own = (t - 256) // 32 * 16 + t % 8
-                piece = t % 32 // 8
                 window_blocks = T.max(0, T.min(blocks, num_window // BLOCK - first))
                 if window_blocks > 0:
-                    do.load_window(window, index, codes, scales, 0, 0, own, piece)
+                    do.fetch_window(window, index, codes, scales, 0, t - 256)
                 else:
-                    do.load_kv(kv, index, codes, scales, 0, own, piece)
+                    do.fetch_kv(kv, index, codes, scales, 0, t - 256)
                 for i in T.serial(window_blocks):
-                    here = i * BLOCK + own
+                    here = i * BLOCK
                     T.barrier_wait(k_free[i % 2], i // 2 % 2 ^ 1)
-                    do.load_window(window, index, codes, scales, 1, 1, here, piece)
-                    do.convert_window(codes, scales, values, k_left, 0, i % 2, own, piece)
-                    do.load_window(window, index, codes, scales, 0, 0, here + 8, piece)
-                    do.convert_window(codes, scales, values, k_right, 1, i % 2, own, piece)
-                    do.load_window(window, index, codes, scales, 1, 1, here + 8, piece)
-                    do.convert_window(codes, scales, values, k_left, 0, i % 2, own + 8, piece)
+                    do.begin_window(
+                        window, index, codes, scales, values, k_left, k_right, i, here, t - 256
+                    )
                     if i + 1 < window_blocks:
-                        do.load_window(window, index, codes, scales, 0, 0, here + BLOCK, piece)
+                        do.fetch_window(window, index, codes, scales, here + BLOCK, t - 256)
                     elif i + 1 < blocks:
-                        do.load_kv(kv, index, codes, scales, 0, here + BLOCK, piece)
-                    do.convert_window(codes, scales, values, k_right, 1, i % 2, own + 8, piece)
-                    T.fence_proxy_async()
-                    T.barrier_arrive(k_ready[i % 2])
+                        do.fetch_kv(kv, index, codes, scales, here + BLOCK, t - 256)
+                    do.end_window(codes, scales, values, k_right, k_ready, i, t - 256)
                 for j in T.serial(blocks - window_blocks):
                     i = window_blocks + j
-                    here = i * BLOCK + own
+                    here = i * BLOCK
                     T.barrier_wait(k_free[i % 2], i // 2 % 2 ^ 1)
-                    do.load_kv(kv, index, codes, scales, 1, here + 8, piece)
-                    do.convert_kv(codes, scales, values, k_left, k_right, 0, i % 2, own, piece)
+                    do.begin_kv(kv, index, codes, scales, values, k_left, k_right, i, here, t - 256)
                     if i + 1 < blocks:
-                        do.load_kv(kv, index, codes, scales, 0, here + BLOCK, piece)
-                    do.convert_kv(codes, scales, values, k_left, k_right, 1, i % 2, own + 8, piece)
-                    T.fence_proxy_async()
-                    T.barrier_arrive(k_ready[i % 2])
+                        do.fetch_kv(kv, index, codes, scales, here + BLOCK, t - 256)
+                    do.end_kv(codes, scales, values, k_left, k_right, k_ready, i, t - 256)
                 T.cluster_sync()
                 T.cluster_sync()
 
