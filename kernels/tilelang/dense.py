@@ -14,6 +14,7 @@ from torch import Tensor
 from flashmesh.kernels.ops.linear import check_dense, check_input
 from flashmesh.kernels.tilelang.build import Variant, build
 from flashmesh.kernels.tilelang.dense_device import SOURCE
+from flashmesh.kernels.tilelang.dense_parts import PASS_CONFIGS, WORKERS, steps
 
 BLOCK = 128
 """Rows of a weight that a block of either kernel takes."""
@@ -23,9 +24,6 @@ SMALL_TILES = (16, 32, 64)
 
 LARGE_TILES = (128, 256)
 """Tokens for which the large-batch kernel is built."""
-
-WORKERS = 132
-"""SMs of an H200, and blocks of the large-batch kernel."""
 
 FEWEST_BLOCKS = 72
 """Of the small-batch kernel, where the weight has as many: fewer and larger ones were faster down to this."""
@@ -214,13 +212,13 @@ def _large_batch(rows: int, columns: int, groups: int, tokens: int) -> Any:
     from tilelang.layout import make_wgmma_swizzled_layout
 
     num_rows = T.dynamic("num_rows")
-    workers, panel = WORKERS, 8
     tiles = columns // 64
     stages = min(8, (180 << 10) // (8192 + tokens * 128))
     blocks = rows // BLOCK
     group_blocks = blocks // groups
     # Registers of one step's codes are still read while the next one's are made: two sets, by name.
     unroll = 2 if tiles % 2 == 0 else 1
+    do = steps(tokens, stages)
 
     @T.prim_func
     def dense(
@@ -229,7 +227,7 @@ def _large_batch(rows: int, columns: int, groups: int, tokens: int) -> Any:
         scales: T.Tensor((rows // 32, tiles), "int32"),
         y: T.Tensor((num_rows, rows), "bfloat16"),
     ):
-        with T.Kernel(workers, threads=384, prelude=SOURCE) as worker:
+        with T.Kernel(WORKERS, threads=384, prelude=SOURCE) as worker:
             xs = T.alloc_shared((stages, tokens, 64), "bfloat16")
             ws = T.alloc_shared((stages, 2, 1024), "int32")
             factors = T.alloc_shared((2, 4, tiles), "int32")
@@ -250,11 +248,8 @@ def _large_batch(rows: int, columns: int, groups: int, tokens: int) -> Any:
             if tx >= 256:
                 T.dec_max_nreg(24)
                 if tx < 288:
-                    for turn in T.serial(T.ceildiv(blocks * across - worker, workers)):
-                        index = worker + turn * workers
-                        height = T.min(panel, across - index // (panel * blocks) * panel)
-                        tile = index // (panel * blocks) * panel + index % (panel * blocks) % height
-                        block = index % (panel * blocks) // height
+                    for turn in T.serial(T.ceildiv(blocks * across - worker, WORKERS)):
+                        do.find_tile(worker + turn * WORKERS, blocks, across, height, tile, block)
                         column = block // group_blocks * columns
                         T.mbarrier_wait_parity(unscaled[turn % 2], (turn // 2 + 1) % 2)
                         T.call_extern(
@@ -297,7 +292,7 @@ def _large_batch(rows: int, columns: int, groups: int, tokens: int) -> Any:
             else:
                 T.inc_max_nreg(240)
                 g = tx // 128
-                for turn in T.serial(T.ceildiv(blocks * across - worker, workers)):
+                for turn in T.serial(T.ceildiv(blocks * across - worker, WORKERS)):
                     T.mbarrier_wait_parity(scaled[turn % 2], (turn // 2) % 2)
                     for pair in T.serial(tiles // unroll):
                         for h in T.unroll(unroll):
@@ -313,20 +308,12 @@ def _large_batch(rows: int, columns: int, groups: int, tokens: int) -> Any:
                                 T.address_of(xs[s, 0, 0]),
                                 later,
                             )
-                            T.call_extern(
-                                "handle", f"product::wait<1, {tokens}>", T.address_of(sums[0])
-                            )
-                            if tx % 128 == 0 and later:
-                                T.barrier_arrive(empty[(i + stages - 1) % stages])
+                            do.free_before(sums, empty, i, 1, tx, later)
                             i = i + 1
-                    T.call_extern("handle", f"product::wait<0, {tokens}>", T.address_of(sums[0]))
+                    do.free_before(sums, empty, i, 0, tx, True)
                     if tx % 128 == 0:
-                        T.barrier_arrive(empty[(i + stages - 1) % stages])
                         T.barrier_arrive(unscaled[turn % 2])
-                    index = worker + turn * workers
-                    height = T.min(panel, across - index // (panel * blocks) * panel)
-                    tile = index // (panel * blocks) * panel + index % (panel * blocks) % height
-                    block = index % (panel * blocks) // height
+                    do.find_tile(worker + turn * WORKERS, blocks, across, height, tile, block)
                     T.call_extern(
                         "handle",
                         f"product::drain<{tokens}>",
@@ -343,12 +330,7 @@ def _large_batch(rows: int, columns: int, groups: int, tokens: int) -> Any:
 
 _builder: Any
 for _builder in (_small_batch, _large_batch):
-    # Indices are right by construction, and the device code synchronises itself.
-    _builder.pass_configs = {
-        "tl.disable_safe_memory_legalize": True,
-        "tl.disable_thread_storage_sync": True,
-        "tl.disable_shared_memory_reuse": True,
-    }
+    _builder.pass_configs = PASS_CONFIGS
 
 
 def _small_args(rows: int, columns: int, groups: int, tokens: int) -> tuple[Any, ...]:

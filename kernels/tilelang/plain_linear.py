@@ -13,6 +13,7 @@ from torch import Tensor
 from flashmesh.kernels.ops.linear import check_plain
 from flashmesh.kernels.tilelang.build import Variant, build
 from flashmesh.kernels.tilelang.dense_device import SOURCE
+from flashmesh.kernels.tilelang.dense_parts import PASS_CONFIGS, WORKERS, steps
 
 SMALL_TILES = (16, 64)
 """Tokens for which the small-batch kernel is built."""
@@ -130,11 +131,11 @@ def _large_batch(
     from tilelang.layout import make_wgmma_swizzled_layout
 
     num_rows = T.dynamic("num_rows")
-    workers, panel = 132, 8
     block_rows = 64 * warpgroups
     tiles = columns // 64 // parts
     stages = min(6, (192 << 10) // (block_rows * 128 + tokens * 128))
     blocks = -(-rows // block_rows)
+    do = steps(tokens, stages)
 
     @T.prim_func
     def plain_linear(
@@ -142,7 +143,7 @@ def _large_batch(
         weight: T.Tensor((rows, columns), "bfloat16"),
         y: T.Tensor((num_rows, rows), out),
     ):
-        with T.Kernel(workers, threads=128 * warpgroups + 128, prelude=SOURCE) as worker:
+        with T.Kernel(WORKERS, threads=128 * warpgroups + 128, prelude=SOURCE) as worker:
             xs = T.alloc_shared((stages, tokens, 64), "bfloat16")
             ws = T.alloc_shared((stages, block_rows, 64), "bfloat16")
             turned = T.alloc_shared((warpgroups, 64 * 36), "float32")
@@ -163,11 +164,8 @@ def _large_batch(
             if tx >= 128 * warpgroups:
                 T.dec_max_nreg(24)
                 if tx < 128 * warpgroups + 32:
-                    for turn in T.serial(T.ceildiv(blocks * across - worker, workers)):
-                        index = worker + turn * workers
-                        height = T.min(panel, across - index // (panel * blocks) * panel)
-                        tile = index // (panel * blocks) * panel + index % (panel * blocks) % height
-                        block = index % (panel * blocks) // height
+                    for turn in T.serial(T.ceildiv(blocks * across - worker, WORKERS)):
+                        do.find_tile(worker + turn * WORKERS, blocks, across, height, tile, block)
                         for j in T.serial(tiles * parts):
                             s = i % stages
                             T.mbarrier_wait_parity(empty[s], (i // stages + 1) % 2)
@@ -192,7 +190,7 @@ def _large_batch(
             else:
                 T.inc_max_nreg(240)
                 g = tx // 128
-                for turn in T.serial(T.ceildiv(blocks * across - worker, workers)):
+                for turn in T.serial(T.ceildiv(blocks * across - worker, WORKERS)):
                     for p in T.serial(parts):
                         for j in T.serial(tiles):
                             s = i % stages
@@ -205,24 +203,13 @@ def _large_batch(
                                 T.address_of(xs[s, 0, 0]),
                                 j > 0,
                             )
-                            T.call_extern(
-                                "handle", f"product::wait<1, {tokens}>", T.address_of(sums[0])
-                            )
-                            if tx % 128 == 0 and j > 0:
-                                T.barrier_arrive(empty[(i + stages - 1) % stages])
+                            do.free_before(sums, empty, i, 1, tx, j > 0)
                             i = i + 1
-                        T.call_extern(
-                            "handle", f"product::wait<0, {tokens}>", T.address_of(sums[0])
-                        )
-                        if tx % 128 == 0:
-                            T.barrier_arrive(empty[(i + stages - 1) % stages])
+                        do.free_before(sums, empty, i, 0, tx, True)
                         if parts > 1:
                             for e in T.unroll(tokens // 2):
                                 total[e] = T.Select(p == 0, sums[e], total[e] + sums[e])
-                    index = worker + turn * workers
-                    height = T.min(panel, across - index // (panel * blocks) * panel)
-                    tile = index // (panel * blocks) * panel + index % (panel * blocks) % height
-                    block = index % (panel * blocks) // height
+                    do.find_tile(worker + turn * WORKERS, blocks, across, height, tile, block)
                     T.call_extern(
                         "handle",
                         f"product::drain<{tokens}>",
@@ -238,13 +225,8 @@ def _large_batch(
 
 
 for _builder in (_small_batch, _large_batch):
-    # Indices are right by construction, the device code synchronises itself, and totals start at a part's sums.
-    _builder.pass_configs = {
-        "tl.disable_safe_memory_legalize": True,
-        "tl.disable_thread_storage_sync": True,
-        "tl.disable_shared_memory_reuse": True,
-        "tl.disable_buffer_init_check": True,
-    }
+    # Totals start at a part's sums.
+    _builder.pass_configs = {**PASS_CONFIGS, "tl.disable_buffer_init_check": True}
 
 
 def _small_args(rows: int, columns: int, tokens: int, out: str) -> tuple[Any, ...]:
