@@ -9,12 +9,9 @@ from flashmesh.kernels.tilelang.plain_linear import plain_linear
 
 pytestmark = pytest.mark.usefixtures("poison")
 
+SAMPLED = ("latents", "index_queries", "shared_down", "output_a", "queries")
 WEIGHTS = [
-    (1792, 5120, 1),
-    (4096, 1280, 1),
-    (5120, 2304, 1),
-    (8192, 4096, 8),
-    (32768, 1280, 1),
+    *(kernels.SHAPES[name] for name in SAMPLED),
     # A small model's.
     (768, 512, 1),
     (1024, 4096, 8),

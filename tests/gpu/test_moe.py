@@ -2,8 +2,11 @@ import pytest
 import torch
 
 from flashmesh.kernels.ops import moe as twin
+from flashmesh.kernels.quantize import fp8_32
 from flashmesh.kernels.tilelang import combine as combine_module
+from flashmesh.kernels.tilelang import experts as experts_module
 from flashmesh.kernels.tilelang import route as route_module
+from flashmesh.kernels.tilelang.expert_layout import prepare_experts
 from flashmesh.kernels.tilelang.expert_tiles import expert_tiles, most_tiles
 from flashmesh.kernels.tilelang.route import route
 from flashmesh.kernels.tilelang.swiglu import swiglu
@@ -160,42 +163,34 @@ def test_swiglu(random, poison, num_rows, round_output, width):
     assert torch.allclose(plain.float(), want, rtol=2**-7, atol=1e-30)
     assert num_rows == 0 or (plain == want).float().mean() > 0.99
     if round_output:
-        from flashmesh.kernels.quantize import fp8_32
-
         assert torch.equal(got, fp8_32(plain.float()).bfloat16())
+
+
+def stored_experts(random, num_experts, n, width):
+    """w1, s1, w3, s3, w2, s2 as a checkpoint holds them."""
+    parts = []
+    for rows, columns in ((n, width), (n, width), (width, n)):
+        for low, high, size in ((0, 256, columns // 2), (118, 123, columns // 32)):
+            shape = num_experts, rows, size
+            drawn = torch.randint(low, high, shape, device="cuda", generator=random)
+            parts.append(drawn.to(torch.uint8))
+    return parts
 
 
 @pytest.mark.parametrize("tile_tokens", [None, 128])
 def test_experts(random, poison, monkeypatch, tile_tokens):
-    gemm = pytest.importorskip("flashmesh.kernels.tilelang.expert_gemm")
-    layout = pytest.importorskip("flashmesh.kernels.tilelang.expert_layout")
-    from flashmesh.kernels.tilelang import experts as module
-
-    assert gemm
     num_experts, n, width, count = 16, 256, 512, 3
-    raw = {}
-    for name, shape in (("1", (n, width)), ("3", (n, width)), ("2", (width, n))):
-        rows, columns = shape
-        raw["w" + name] = torch.randint(
-            0, 256, (num_experts, rows, columns // 2), device="cuda", generator=random
-        ).to(torch.uint8)
-        raw["s" + name] = torch.randint(
-            118, 123, (num_experts, rows, columns // 32), device="cuda", generator=random
-        ).to(torch.uint8)
-    order = [raw[k] for k in ("w1", "s1", "w3", "s3", "w2", "s2")]
-    packed, plain = layout.prepare_experts(*order), twin.prepare_experts(*order)
+    stored = stored_experts(random, num_experts, n, width)
+    packed, plain = prepare_experts(*stored), twin.prepare_experts(*stored)
     if tile_tokens:
-        monkeypatch.setattr(module, "token_tile", lambda *_: tile_tokens)
+        monkeypatch.setattr(experts_module, "token_tile", lambda *_: tile_tokens)
     for num_tokens in (0, 1, 9, 200):
-        x = normal(random, num_tokens, width)
-        from flashmesh.kernels.quantize import fp8_32
-
-        x = fp8_32(x).bfloat16()
+        x = fp8_32(normal(random, num_tokens, width)).bfloat16()
         ids, weights = slots(random, num_tokens, count, num_experts)
         shared = normal(random, num_tokens, width).bfloat16()
         for rounded in (False, True):
             for extra in (None, shared):
-                got = module.experts(x, ids, weights, packed, 10.0, rounded, extra).float()
+                got = experts_module.experts(x, ids, weights, packed, 10.0, rounded, extra).float()
                 want = twin.experts(
                     x, ids, weights, plain, 10.0, round_activations=rounded, shared=extra
                 ).float()
@@ -207,27 +202,14 @@ def test_experts(random, poison, monkeypatch, tile_tokens):
 
 
 def test_experts_rows_do_not_depend_on_their_batch(random):
-    layout = pytest.importorskip("flashmesh.kernels.tilelang.expert_layout")
-    from flashmesh.kernels.tilelang import experts as module
-
     num_experts, n, width, count = 16, 256, 512, 3
-    raw = []
-    for rows, columns in ((n, width), (n, width), (width, n)):
-        raw += [
-            torch.randint(
-                0, 256, (num_experts, rows, columns // 2), device="cuda", generator=random
-            ).to(torch.uint8),
-            torch.randint(
-                118, 123, (num_experts, rows, columns // 32), device="cuda", generator=random
-            ).to(torch.uint8),
-        ]
-    packed = layout.prepare_experts(*raw)
+    packed = prepare_experts(*stored_experts(random, num_experts, n, width))
     x = normal(random, 1000, width).bfloat16()
     ids, weights = slots(random, 1000, count, num_experts)
-    whole = module.experts(x, ids, weights, packed, 10.0, True)
+    whole = experts_module.experts(x, ids, weights, packed, 10.0, True)
     for num_rows in (1, 3, 17, 64):
         part = slice(1000 - num_rows, 1000)
-        got = module.experts(x[part], ids[part], weights[part], packed, 10.0, True)
+        got = experts_module.experts(x[part], ids[part], weights[part], packed, 10.0, True)
         assert torch.equal(got, whole[part]), num_rows
 
 
