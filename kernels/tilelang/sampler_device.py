@@ -1,7 +1,6 @@
-"""What the sampler's kernels share: how a row is spread over a cluster, CUDA that they call, and the generator."""
+"""What the sampler's kernels share: how a row is spread over a cluster, and CUDA that they call."""
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,8 +8,6 @@ from torch import Tensor
 RANKS = 8
 THREADS = 256
 WARPS = THREADS // 32
-PIECES = 4
-"""Copies to shared memory of a CTA's part of a row, so that the first pass may begin before the last is done."""
 
 BINS = 256
 COPIES = 4
@@ -20,8 +17,6 @@ MASS_BITS = 19
 """Fixed-point bits of a token's mass, relative to the top of its bin."""
 
 MAX_VOCAB = RANKS * 4096 * COPIES
-TOKEN_NOISE = 0x746F6B6E
-NO_ID = 0x7FFFFFFF
 LOG2_E = math.log2(math.e)
 LARGEST = 3.4028234663852886e38
 
@@ -148,41 +143,6 @@ static __device__ __forceinline__ double quarters(int x) { return ex2(0.25f * x)
 static __device__ __forceinline__ unsigned long to_nearest(double x) { return __double2ull_rn(x); }
 static __device__ __forceinline__ unsigned long to_above(double x) { return __double2ull_ru(x); }
 """
-
-
-def philox_macro() -> Any:
-    """Returns the macro of the generator."""
-    import tilelang.language as T
-
-    @T.macro
-    def philox(words, at, block, position, choice, low, high):
-        """Philox4x32-10 of the counter (block, position, choice, TOKEN_NOISE)."""
-        key = T.alloc_local((2,), "uint32")
-        key[0] = low
-        key[1] = high
-        words[at + 0] = block
-        words[at + 1] = position
-        words[at + 2] = choice
-        words[at + 3] = T.uint32(TOKEN_NOISE)
-        for _ in T.unroll(10):
-            first = T.call_extern("uint64", "product", words[at + 0], T.uint32(0xD2511F53))
-            second = T.call_extern("uint64", "product", words[at + 2], T.uint32(0xCD9E8D57))
-            words[at + 0] = T.Cast("uint32", second >> T.uint64(32)) ^ words[at + 1] ^ key[0]
-            words[at + 2] = T.Cast("uint32", first >> T.uint64(32)) ^ words[at + 3] ^ key[1]
-            words[at + 1] = T.Cast("uint32", second)
-            words[at + 3] = T.Cast("uint32", first)
-            key[0] = key[0] + T.uint32(0x9E3779B9)
-            key[1] = key[1] + T.uint32(0xBB67AE85)
-
-    return philox
-
-
-def pieces_of(size: int) -> list[tuple[int, int]]:
-    """Cuts a CTA's part of a row into pieces to copy: of whole passes of its threads, but for the last."""
-    stride = THREADS * 4
-    loops = -(-size // stride)
-    step = -(-loops // PIECES) * stride
-    return [(begin, min(begin + step, size)) for begin in range(0, size, step)]
 
 
 def check_logits(logits: Tensor) -> tuple[int, int]:

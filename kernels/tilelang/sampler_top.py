@@ -7,17 +7,14 @@ from torch import Tensor
 
 from flashmesh.kernels.tilelang.build import Variant, build
 from flashmesh.kernels.tilelang.sampler_device import (
-    LARGEST,
-    LOG2_E,
     MAX_VOCAB,
     RANKS,
     SOURCE,
     THREADS,
     WARPS,
     check_logits,
-    pieces_of,
 )
-from flashmesh.kernels.tilelang.sampler_parts import STRIDE, passes
+from flashmesh.kernels.tilelang.sampler_row import STRIDE, row_part
 
 MAX_TOP = 20
 GROUP = THREADS // 32
@@ -38,15 +35,23 @@ def _top_logprobs(vocab: int) -> Any:
 
     num_rows, count = T.dynamic("num_rows"), T.dynamic("count")
     size = vocab // RANKS
-    loops = -(-size // STRIDE)
-    padded = loops * STRIDE
-    pieces = pieces_of(size)
-    load = passes(loops).load
+    held = row_part(size)
+    loops, load = held.loops, held.load
 
     @T.macro
     def key_of(value, id):
         high = T.Cast("uint64", T.call_extern("uint32", "to_key", value)) << T.uint64(32)
         return high | T.Cast("uint64", ~T.Cast("uint32", id))
+
+    def value_of(key):
+        return T.call_extern("float32", "of_key", T.Cast("uint32", key >> T.uint64(32)))
+
+    def of_peer(mail, slot, at):
+        """What the `at`-th warp of the cluster has left."""
+        word = T.call_extern(
+            "uint32", "peer_word", T.address_of(mail[slot, at % WARPS]), at // WARPS
+        )
+        return T.reinterpret(word, "float32")
 
     @T.prim_func
     def top_logprobs(
@@ -61,7 +66,7 @@ def _top_logprobs(vocab: int) -> Any:
             lane = tx % 32
             warp = tx // 32
             x = T.alloc_local((8,), "float32")
-            part = T.alloc_shared((padded,), "float32")
+            part = T.alloc_shared((held.padded,), "float32")
             groups = T.alloc_shared((32,), "float32")
             peaks = T.alloc_shared((THREADS,), "uint64")
             lists = T.alloc_shared((MAX_TOP,), "uint64")
@@ -71,21 +76,11 @@ def _top_logprobs(vocab: int) -> Any:
             num_pooled = T.alloc_shared((1,), "int32")
             pool = T.alloc_shared((POOL,), "int32")
             mail = T.alloc_shared((2, WARPS), "uint32")
-            arrived = T.alloc_barrier([1] * len(pieces))
+            arrived = T.alloc_barrier([1] * len(held.pieces))
             first = rank * size
 
             # 1. The row comes to shared memory; largest values, and sums of exponentials below them.
-            for piece, (begin, end) in enumerate(pieces):
-                T.tma_copy(
-                    logits[row, first + begin : first + end],
-                    part[begin:end],
-                    barrier=arrived[piece],
-                )
-                if tx == 0:
-                    T.barrier_arrive(arrived[piece])
-            for i in T.serial(T.ceildiv(padded - size, THREADS)):
-                if size + i * THREADS + tx < padded:
-                    part[size + i * THREADS + tx] = -T.infinity("float32")
+            held.fetch(logits, row, first, part, arrived, tx)
             if tx < MAX_TOP:
                 lists[tx] = T.uint64(0)
             if tx == 0:
@@ -95,22 +90,7 @@ def _top_logprobs(vocab: int) -> Any:
             largest = T.alloc_var("float32", init=-T.infinity("float32"))
             total = T.alloc_var("float32", init=0.0)
             T.sync_threads()
-            for piece, (begin, end) in enumerate(pieces):
-                T.mbarrier_wait_parity(arrived[piece], 0)
-                before = T.alloc_var("float32")
-                before = largest
-                for i in T.unroll(-(-(end - begin) // STRIDE)):
-                    load(part, x, begin + i * STRIDE + tx * 4, 1)
-                    for j in T.unroll(4):
-                        largest = T.max(largest, x[j])
-                shift = T.max(largest, T.float32(-LARGEST))
-                total = total * T.call_extern(
-                    "float32", "ex2", (before - shift) * T.float32(LOG2_E)
-                )
-                for i in T.unroll(-(-(end - begin) // STRIDE)):
-                    load(part, x, begin + i * STRIDE + tx * 4, 1)
-                    for j in T.unroll(4):
-                        total += T.call_extern("float32", "ex2", (x[j] - shift) * T.float32(LOG2_E))
+            held.take_in(part, x, arrived, tx, largest, total)
             group = T.alloc_var("float32")
             group = largest
             for i in T.unroll(3):
@@ -118,15 +98,7 @@ def _top_logprobs(vocab: int) -> Any:
             if tx % GROUP == 0:
                 groups[tx // GROUP] = group
             of_warp = T.warp_reduce_max(largest)
-            total = T.warp_reduce_sum(
-                total
-                * T.call_extern(
-                    "float32",
-                    "ex2",
-                    (T.max(largest, T.float32(-LARGEST)) - T.max(of_warp, T.float32(-LARGEST)))
-                    * T.float32(LOG2_E),
-                )
-            )
+            total = T.warp_reduce_sum(total * held.exp(held.finite(largest) - held.finite(of_warp)))
             if lane == 0:
                 mail[0, warp] = T.reinterpret(of_warp, "uint32")
                 mail[1, warp] = T.reinterpret(total, "uint32")
@@ -165,9 +137,7 @@ def _top_logprobs(vocab: int) -> Any:
                     bound[0] = peak
             T.sync_threads()
             if peak >= bound[0]:
-                least = T.call_extern(
-                    "float32", "of_key", T.Cast("uint32", bound[0] >> T.uint64(32))
-                )
+                least = value_of(bound[0])
                 for i in T.serial(loops):
                     load(part, x, i * STRIDE + tx * 4, 1)
                     for j in T.unroll(4):
@@ -196,35 +166,13 @@ def _top_logprobs(vocab: int) -> Any:
                     )
                 most = T.alloc_var("float32", init=-T.infinity("float32"))
                 for i in T.unroll(RANKS * WARPS // 32):
-                    at = i * 32 + lane
-                    most = T.max(
-                        most,
-                        T.reinterpret(
-                            T.call_extern(
-                                "uint32",
-                                "peer_word",
-                                T.address_of(mail[0, at % WARPS]),
-                                at // WARPS,
-                            ),
-                            "float32",
-                        ),
-                    )
+                    most = T.max(most, of_peer(mail, 0, i * 32 + lane))
                 of_row = T.warp_reduce_max(most)
                 sum = T.alloc_var("float32", init=0.0)
                 for i in T.unroll(RANKS * WARPS // 32):
                     at = i * 32 + lane
-                    of_other = T.reinterpret(
-                        T.call_extern(
-                            "uint32", "peer_word", T.address_of(mail[0, at % WARPS]), at // WARPS
-                        ),
-                        "float32",
-                    )
-                    sum += T.reinterpret(
-                        T.call_extern(
-                            "uint32", "peer_word", T.address_of(mail[1, at % WARPS]), at // WARPS
-                        ),
-                        "float32",
-                    ) * T.call_extern("float32", "ex2", (of_other - of_row) * T.float32(LOG2_E))
+                    of_other = of_peer(mail, 0, at)
+                    sum += of_peer(mail, 1, at) * held.exp(of_other - of_row)
                 log_sum = T.log(T.warp_reduce_sum(sum))
                 T.sync_threads()
                 if tx < RANKS * MAX_TOP:
@@ -235,9 +183,7 @@ def _top_logprobs(vocab: int) -> Any:
                             above += 1
                     if key > T.uint64(0) and above < count:
                         ids[row, above] = T.Cast("int32", ~T.Cast("uint32", key))
-                        value = T.call_extern(
-                            "float32", "of_key", T.Cast("uint32", key >> T.uint64(32))
-                        )
+                        value = value_of(key)
                         logprobs[row, above] = value - of_row - log_sum
             # Nobody leaves while its shared memory is read.
             T.cluster_sync()

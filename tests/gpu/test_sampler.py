@@ -8,7 +8,7 @@ import torch
 from flashmesh.kernels import sampling
 from flashmesh.kernels.ops import sampler as twin
 from flashmesh.kernels.ops.sampler import Lists, SampleParams
-from flashmesh.kernels.tilelang import sampler
+from flashmesh.kernels.tilelang import sampler, sampler_noise
 from flashmesh.kernels.tilelang.build import build
 
 VOCAB = 129_280
@@ -137,7 +137,7 @@ def test_noise_is_that_of_the_twin(random):
         words = torch.empty(len(blocks), 4, dtype=torch.int32, device="cuda")
         noise = torch.full((len(blocks), 4), float("nan"), device="cuda")
         one = lambda value, dtype: torch.tensor([value], dtype=dtype, device="cuda")
-        build(sampler._noise)(
+        build(sampler_noise.token_noise)(
             blocks,
             one(seed, torch.int64),
             one(choice, torch.int32),
@@ -147,7 +147,7 @@ def test_noise_is_that_of_the_twin(random):
         )
         counter = np.empty((4, len(blocks)), dtype=np.uint64)
         counter[0] = blocks.cpu().numpy()
-        counter[1:] = [[position], [choice], [sampler.TOKEN_NOISE]]
+        counter[1:] = [[position], [choice], [sampler_noise.TOKEN_NOISE]]
         unsigned = seed & 0xFFFFFFFFFFFFFFFF
         want = sampling.philox(counter, (unsigned & 0xFFFFFFFF, unsigned >> 32)).T
         assert np.array_equal(words.cpu().numpy().view(np.uint32), want.astype(np.uint32))

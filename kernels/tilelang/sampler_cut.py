@@ -1,37 +1,40 @@
-"""Macros of the kernel that draws: passes of a CTA over its part of a row, and what the CTAs of a cluster send.
+"""Macros of the search for what may not be drawn: histograms of a CTA's part of a row, the bin at which it is cut.
 
-In all passes a thread has the same elements, so that it may overwrite them without a barrier. `x` is its registers for
-one step of a pass. A value's depth is how far it is below the largest, in quarters of a bit of its probability.
+A thread's elements are its own in all passes, so that it may overwrite them without a barrier. A value's depth is how
+far it is below the largest, in quarters of a bit of its probability.
 """
 
 from types import SimpleNamespace
 from typing import Any
 
-from flashmesh.kernels.tilelang.sampler_device import BINS, COPIES, MASS_BITS, RANKS, THREADS, WARPS
+from flashmesh.kernels.tilelang.sampler_device import (
+    BINS,
+    COPIES,
+    MASS_BITS,
+    THREADS,
+    WARPS,
+)
+from flashmesh.kernels.tilelang.sampler_row import STRIDE, row_part
 
-STRIDE = THREADS * 4
-READS = RANKS * WARPS // 32
+COMMON = 4 * (40 - MASS_BITS)
+"""Coarse bins of mass have a unit each: that of bin b is 2^((COMMON - b) / 4) of a common one, which is 2^-40 of the
+likeliest token."""
 
 
-def passes(loops: int) -> Any:
-    """Returns the macros of passes of `loops` steps."""
+def cut_steps(size: int) -> Any:
+    """Returns the macros for CTAs that hold `size` logits each."""
     import tilelang.language as T
 
-    pair = 2 if loops % 2 == 0 else 1
+    held = row_part(size)
+    loops, load, pair, largest_of = held.loops, held.load, held.pair, held.largest_of
 
-    @T.macro
-    def load(part, x, at, count):
-        for u in T.unroll(count):
-            for j in T.vectorized(4):
-                x[u * 4 + j] = part[at + u * STRIDE + j]
-
-    @T.macro
-    def largest_of(x, count):
-        most = T.alloc_var("float32")
-        most = x[0]
-        for j in T.unroll(1, count):
-            most = T.max(most, x[j])
-        return most
+    def in_bin(mass, bin):
+        """A mass in the common unit, in that of a coarse bin, rounded up."""
+        return T.call_extern(
+            "uint64",
+            "to_above",
+            T.Cast("float64", mass) * T.call_extern("float64", "quarters", bin - COMMON),
+        )
 
     @T.macro
     def depth_of(value, to_depth, from_depth):
@@ -156,6 +159,79 @@ def passes(loops: int) -> Any:
                     )
 
     @T.macro
+    def least_of_groups(least_of, lane, warp, num_kept: T.Ref, largest: T.Ref):
+        """Least of the maxima of `num_kept` or more groups of threads: so many values are not below it."""
+        for i in T.unroll(5):
+            if num_kept <= (THREADS >> (i + 1)):
+                largest = T.max(largest, T.shfl_xor(largest, 1 << i))
+        least = T.warp_reduce_min(largest)
+        if lane == 0:
+            least_of[warp] = T.reinterpret(least, "uint32")
+        T.sync_threads()
+        least_of_all = T.alloc_var("float32")
+        least_of_all = T.reinterpret(least_of[0], "float32")
+        for i in T.unroll(1, WARPS):
+            least_of_all = T.min(least_of_all, T.reinterpret(least_of[i], "float32"))
+        return least_of_all
+
+    @T.macro
+    def find_bin(
+        sums,
+        warp_sums,
+        found,
+        turn: T.Ref,
+        tx,
+        lane,
+        warp,
+        row,
+        top_p,
+        stage: T.Ref,
+        by_mass,
+        target: T.Ref,
+        total: T.Ref,
+        raw: T.Ref,
+    ):
+        """Leaves in `found` the bin that reaches `target`, how much of the bin that takes, and what the bin has."""
+        until = T.alloc_var("uint64")
+        if tx < BINS:
+            raw = sums[turn % 2, tx]
+            # Nobody sends here again before this CTA has sent its next histogram.
+            sums[turn % 2, tx] = T.uint64(0)
+            # Masses in coarse bins are compared in the common unit.
+            total = raw
+            if stage == 0 and by_mass == 1:
+                total = T.call_extern(
+                    "uint64",
+                    "to_nearest",
+                    T.Cast("float64", raw) * T.call_extern("float64", "quarters", COMMON - tx),
+                )
+            until = total
+            for i in T.unroll(5):
+                other = T.shfl_up(until, 1 << i)
+                if lane >= (1 << i):
+                    until += other
+            if lane == 31:
+                warp_sums[warp] = until
+        T.sync_threads()
+        whole = T.alloc_var("uint64")
+        whole = T.uint64(0)
+        for i in T.unroll(BINS // 32):
+            if i < warp:
+                until += warp_sums[i]
+            whole += warp_sums[i]
+        if stage == 0 and by_mass == 1:
+            target = T.call_extern(
+                "uint64",
+                "to_above",
+                T.Cast("float64", whole) * T.Cast("float64", top_p[row]),
+            )
+        target = T.max(T.min(target, whole), T.uint64(1))
+        if tx < BINS and until >= target and until - total < target:
+            found[0] = T.Cast("uint64", tx)
+            found[1] = target - (until - total)
+            found[2] = raw
+
+    @T.macro
     def drop_after_fine(part, x, tx, lowest, highest, fine, scale, to_depth, from_depth):
         """Overwrites what comes after a fine bin in [lowest, highest]."""
         for i in T.serial(loops):
@@ -180,12 +256,12 @@ def passes(loops: int) -> Any:
             load(part, x, i * pair * STRIDE + tx * 4, pair)
             for j in T.unroll(4 * pair):
                 if x[j] < cut:
-                    part[(i * pair + j // 4) * STRIDE + tx * 4 + j % 4] = -T.infinity("float32")
+                    part[held.place_of(i * pair * STRIDE + tx * 4, j)] = -T.infinity("float32")
 
     return SimpleNamespace(
-        pair=pair,
-        load=load,
-        largest_of=largest_of,
+        least_of_groups=least_of_groups,
+        find_bin=find_bin,
+        in_bin=in_bin,
         depth_of=depth_of,
         fine_of=fine_of,
         count_coarse=count_coarse,
@@ -196,76 +272,4 @@ def passes(loops: int) -> Any:
         drop_after_fine=drop_after_fine,
         drop_ids=drop_ids,
         drop_below=drop_below,
-    )
-
-
-def messages() -> Any:
-    """Returns the macros of what CTAs send: `links` are barriers, one for each kind of message."""
-    import tilelang.language as T
-
-    @T.macro
-    def make_links(links):
-        """By one thread. Links 0 to 2 bring maxima, 3 what rank 0 needs in the end, 4 and 5 histograms."""
-        for i in T.unroll(6):
-            T.call_extern("handle", "make_barrier", T.address_of(links[i]))
-        T.call_extern("handle", "tl::fence_barrier_init")
-        for i in T.unroll(3):
-            T.call_extern("handle", "expect", T.address_of(links[i]), 4 * RANKS * WARPS)
-        T.call_extern("handle", "expect", T.address_of(links[3]), 20 * RANKS)
-        for i in T.unroll(2):
-            T.call_extern("handle", "expect", T.address_of(links[4 + i]), 8 * RANKS * BINS)
-
-    @T.macro
-    def cluster_max(mail, links, link, rank, lane, warp, value):
-        """Largest value of the cluster's threads."""
-        of_warp = T.warp_reduce_max(value)
-        if lane < RANKS:
-            T.call_extern(
-                "handle",
-                "send_word",
-                T.address_of(mail[link % 2, rank * WARPS + warp]),
-                lane,
-                T.reinterpret(of_warp, "uint32"),
-                T.address_of(links[link]),
-            )
-        T.call_extern("handle", "await", T.address_of(links[link]), 0)
-        most = T.alloc_var("float32")
-        most = -T.infinity("float32")
-        for i in T.unroll(READS):
-            most = T.max(most, T.reinterpret(mail[link % 2, i * 32 + lane], "float32"))
-        return T.warp_reduce_max(most)
-
-    @T.macro
-    def send_histogram(bins, sums, links, turn, tx):
-        """Adds a CTA's bins to the sums of all CTAs, empties them, and waits for what the others add."""
-        total = T.alloc_var("uint64")
-        total = T.uint64(0)
-        if tx < BINS:
-            for i in T.unroll(COPIES):
-                total += T.Cast("uint64", bins[i, tx])
-                bins[i, tx] = T.uint32(0)
-            for i in T.unroll(RANKS):
-                T.call_extern(
-                    "handle",
-                    "send_sum",
-                    T.address_of(sums[turn % 2, tx]),
-                    i,
-                    total,
-                    T.address_of(links[4 + turn % 2]),
-                )
-        T.call_extern("handle", "await", T.address_of(links[4 + turn % 2]), turn // 2 % 2)
-        if tx == 0:
-            T.call_extern("handle", "expect", T.address_of(links[4 + turn % 2]), 8 * RANKS * BINS)
-
-    @T.macro
-    def part_of(ends, level, slot, lane, count, absent):
-        """What the `lane`-th of `count` warps or CTAs has left."""
-        word = T.reinterpret(ends[level, slot, lane % count], "float32")
-        return T.if_then_else(lane < count, word, T.float32(absent))
-
-    return SimpleNamespace(
-        make_links=make_links,
-        cluster_max=cluster_max,
-        send_histogram=send_histogram,
-        part_of=part_of,
     )
