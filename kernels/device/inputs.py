@@ -36,7 +36,6 @@ class DeviceRows:
         begin: bool `[R]`, the first row of its sequence in the pass.
         low: int32 `[R]`, first position whose window row may be seen.
         text: bool `[R]`, False in an image span.
-        writes: bool `[R]`, False where the global row is kept as it is: a replayed row, or one that belongs to nobody.
         alive: bool `[R]`, False for rows that fill up a recorded step.
         page_table: int32 `[S, pages]`.
         num_tokens: no position reaches it; a multiple of 256.
@@ -50,7 +49,6 @@ class DeviceRows:
     begin: Tensor
     low: Tensor
     text: Tensor
-    writes: Tensor
     alive: Tensor
     page_table: Tensor
     num_tokens: int
@@ -66,7 +64,6 @@ class DeviceRows:
             begin,
             low,
             self.text[keep],
-            self.writes[keep],
             self.alive[keep],
             self.page_table,
             self.num_tokens,
@@ -87,7 +84,7 @@ class DeviceRows:
         pos, per_page = self.pos.long(), BLOCK_TOKENS // ratio
         page = self.page_table[self.sequence.long(), pos // BLOCK_TOKENS]
         row = page * per_page + pos % BLOCK_TOKENS // ratio
-        complete = self.writes & (pos % ratio == ratio - 1)
+        complete = self.alive & (pos % ratio == ratio - 1)
         return torch.where(complete, row, -1).int()
 
 

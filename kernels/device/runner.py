@@ -15,7 +15,7 @@ from flashmesh.errors import InvalidRequest
 from flashmesh.kernels.device.inputs import DeviceRows, RingWindow, RowSpan, SpanWindow
 from flashmesh.kernels.engram import BLOCKED, LOOK_BACK
 from flashmesh.kernels.pages import MAX_ROLLBACK, FreeList
-from flashmesh.types import BLOCK_TOKENS
+from flashmesh.types import BLOCK_TOKENS, pages_for
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,11 +38,12 @@ class DeviceSequence:
     """One sequence: where its rows lie, and the tokens that have been run.
 
     Attributes:
+        page_table: int32 `[pages]`, on the host.
         low: first position whose window rows of the decoder half exist.
     """
 
     slot: int
-    pages: list[int]
+    page_table: Tensor
     tokens: list[int] = field(default_factory=list)
     low: int = 0
 
@@ -99,15 +100,16 @@ class DeviceRunner:
             raise InvalidRequest(f"{num_tokens} tokens, a sequence has {self._max_tokens} at most")
         (slot,) = self._slots.take(1)
         try:
-            return DeviceSequence(slot, self._pages.take(-(-num_tokens // BLOCK_TOKENS)))
+            pages = self._pages.take(pages_for(num_tokens))
         except BaseException:
             self._slots.give([slot])
             raise
+        return DeviceSequence(slot, torch.tensor(pages, dtype=torch.int32))
 
     def close(self, sequence: DeviceSequence) -> None:
         """Gives a sequence's slot and pages back."""
         self._slots.give([sequence.slot])
-        self._pages.give(sequence.pages)
+        self._pages.give(sequence.page_table.tolist())
 
     @torch.inference_mode()
     def prefill(
@@ -180,7 +182,7 @@ class DeviceRunner:
         """
         for sequence, tokens in batch:
             end = len(sequence.tokens) + len(tokens)
-            if not 0 < len(tokens) <= MAX_ROLLBACK or end > len(sequence.pages) * BLOCK_TOKENS:
+            if not 0 < len(tokens) <= MAX_ROLLBACK or end > len(sequence.page_table) * BLOCK_TOKENS:
                 raise InvalidRequest(f"{len(tokens)} tokens up to {end} in a decode step")
         total = sum(len(tokens) for _, tokens in batch)
         longest = max(len(sequence.tokens) + len(tokens) for sequence, tokens in batch)
@@ -264,9 +266,8 @@ class DeviceRunner:
             owner[part] = place
             slots[part] = sequence.slot
             begin[part.start + 1 : part.stop] = False
-            pages = sequence.pages[: table.shape[1]]
-            table[place, : len(pages)] = torch.tensor(pages)
-        alive = torch.arange(num_rows) < end
+            pages = sequence.page_table[: table.shape[1]]
+            table[place, : len(pages)] = pages
         return DeviceRows(
             ids=ids,
             grams=grams,
@@ -276,8 +277,7 @@ class DeviceRunner:
             begin=begin,
             low=torch.zeros(num_rows, dtype=torch.int32),
             text=torch.ones(num_rows, dtype=torch.bool),
-            writes=alive,
-            alive=alive,
+            alive=torch.arange(num_rows) < end,
             page_table=table,
             num_tokens=num_tokens,
         )
