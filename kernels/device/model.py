@@ -37,12 +37,19 @@ Angles = tuple["Tensor", "Tensor"]
 
 @dataclass(slots=True)
 class Step:
-    """A block and its sub-layers; `enter` changes the streams before the block mixes them."""
+    """A block and its sub-layers.
+
+    Attributes:
+        enter: changes the streams before the block mixes them; None where nothing does, so that one op brings them
+            from the block before.
+        read: sees the streams that the block mixes.
+    """
 
     block: Block
     attention: SubLayer
     moe: SubLayer
     enter: Callable[[Tensor], Tensor] | None = None
+    read: Callable[[Tensor], None] | None = None
 
 
 @dataclass(slots=True)
@@ -54,6 +61,7 @@ class HalfPass:
         pair_angles: of compressed layers where two tokens share a row, which stands at the first one's position.
         candidates: block ids int32 `[R, n]` that reindexing layers select from; None while all blocks stand.
         selected: by index source, physical rows int32 `[R, K]`.
+        features: bf16 `[R, D]` of each target layer, which drafts are made from.
     """
 
     rows: DeviceRows
@@ -77,6 +85,10 @@ class HalfPass:
         if ratio not in self._global_row:
             self._global_row[ratio] = self.rows.global_row(ratio)
         return self._global_row[ratio]
+
+    def keep_features(self, streams: Tensor) -> None:
+        """Keeps the mean over the streams that enter a target layer."""
+        self.features.append(streams.float().mean(1).bfloat16())
 
 
 class DeviceModel:
@@ -162,12 +174,14 @@ class DeviceModel:
         self, layers: range, state: HalfPass, streams: Tensor, carried: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Runs consecutive layers of one half; returns the streams and the pre-mix that leave the last."""
+        blocks, targets = self._w.blocks, self.config.dspark_target_layer_ids
         steps = [
             Step(
-                self._w.blocks[layer],
+                blocks[layer],
                 partial(self._attention, layer, state),
                 partial(self._moe, layer, state.rows),
-                partial(self._enter, layer, state) if self._is_entered(layer) else None,
+                partial(self._engram, layer, state.rows) if blocks[layer].engram else None,
+                state.keep_features if layer in targets else None,
             )
             for layer in layers
         ]
@@ -186,6 +200,8 @@ class DeviceModel:
                 mixed = self.ops.mix(
                     streams, carried, block.attn_mix, block.attn_norm, *self._mixing()
                 )
+            if step.read is not None:
+                step.read(streams)
             y = step.attention(mixed.x, mixed.x_rounded)
             self.observe("attn_out", first + place, y)
             streams, mixed = self._spread_mix(
@@ -206,22 +222,13 @@ class DeviceModel:
             self.observe("carried_pre", first + place + 1, carried)
         return streams, carried
 
-    def _is_entered(self, layer: int) -> bool:
-        c = self.config
-        return layer in c.engram_layer_ids or layer in c.dspark_target_layer_ids
-
-    def _enter(self, layer: int, state: HalfPass, streams: Tensor) -> Tensor:
-        """What comes before a block's mixing: Engram, and the features that drafts are made from."""
+    def _engram(self, layer: int, rows: DeviceRows, streams: Tensor) -> Tensor:
         engram = self._w.blocks[layer].engram
-        if engram is not None:
-            found = self._hashes.rows(layer, state.rows.grams)
-            rows = self.ops.engram_rows(engram.codes, engram.scales, found)
-            kv = self.ops.dense(rows, engram.wkv)
-            text = state.rows.text
-            streams = self.ops.engram_gate(streams, kv, engram.q_weight, engram.k_weight, text)
-        if layer in self.config.dspark_target_layer_ids:
-            state.features.append(streams.float().mean(1).bfloat16())
-        return streams
+        assert engram is not None
+        found = self._hashes.rows(layer, rows.grams)
+        looked_up = self.ops.engram_rows(engram.codes, engram.scales, found)
+        kv = self.ops.dense(looked_up, engram.wkv)
+        return self.ops.engram_gate(streams, kv, engram.q_weight, engram.k_weight, rows.text)
 
     def _spread_mix(
         self,
