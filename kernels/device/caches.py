@@ -40,7 +40,7 @@ class DeviceCaches:
         self, config: ModelConfig, num_slots: int, num_pages: int, device: torch.device
     ) -> None:
         c = config
-        self.num_slots, self.num_pages = num_slots, num_pages
+        self.num_slots, self.num_pages, self.device = num_slots, num_pages, device
         self.ring = c.sliding_window + MAX_ROLLBACK
         window_bytes = c.head_dim + c.head_dim // 32
         kv_bytes = c.head_dim // 2 + c.head_dim // 16

@@ -6,7 +6,7 @@ The same computation as `kernels.draft`, without the host: tokens and confidence
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from flashmesh.kernels.config import ModelConfig
     from flashmesh.kernels.device.inputs import DeviceRows
     from flashmesh.kernels.device.model import Angles, DeviceModel
     from flashmesh.kernels.device.weights import Block, WeightMaker
@@ -27,23 +26,14 @@ class DeviceDrafter:
     """Draft blocks and their context rings.
 
     Args:
-        config: of the model.
         maker: prepares the `mtp.` tensors.
         model: whose blocks, embedding and head the draft shares.
-        embed, head: bf16 `[V, D]`, the model's.
         max_anchors: drafts made at once.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        maker: WeightMaker,
-        model: DeviceModel,
-        embed: Tensor,
-        head: Tensor,
-        max_anchors: int,
-    ) -> None:
-        self._c, self._model, self._embed, self._head = config, model, embed, head
+    def __init__(self, maker: WeightMaker, model: DeviceModel, max_anchors: int) -> None:
+        config = model.config
+        self._c, self._model = config, model
         prefixes = [f"mtp.{n}." for n in range(config.num_nextn_predict_layers)]
         self._blocks = [maker.block(prefix, None) for prefix in prefixes]
         self._context_kv = [maker.dense(prefix + "attn.wkv") for prefix in prefixes]
@@ -57,7 +47,9 @@ class DeviceDrafter:
         # The block's own rows stand after the rings.
         self._own = (caches.num_slots + 1) * caches.ring
         shape = (self._own + max_anchors * config.dspark_block_size, caches.window[0].shape[1])
-        self._rings = [torch.zeros(shape, dtype=torch.uint8, device=embed.device) for _ in prefixes]
+        self._rings = [
+            torch.zeros(shape, dtype=torch.uint8, device=caches.device) for _ in prefixes
+        ]
 
     def remember(self, rows: DeviceRows, features: Tensor, angles: Angles) -> None:
         """Writes the context rows of tokens that ran the decoder half.
@@ -67,10 +59,10 @@ class DeviceDrafter:
             features: bf16 `[R, targets * D]`, means over the streams that enter the target layers.
             angles: of window-only layers, at the rows' positions.
         """
-        ops, eps = self._model.ops, self._c.rms_norm_eps
-        x = ops.dense(self._rounded(features), self._main_proj)
-        x = self._rounded(ops.rms_norm(x, self._main_norm, eps, False))
-        ring = self._model.caches.ring
+        model, ops, eps = self._model, self._model.ops, self._c.rms_norm_eps
+        x = ops.dense(model.rounded(features), self._main_proj)
+        x = model.rounded(ops.rms_norm(x, self._main_norm, eps, False))
+        ring = model.caches.ring
         at = (rows.slot * ring + rows.pos % ring).int()
         for block, weight, rows_of_block in zip(
             self._blocks, self._context_kv, self._rings, strict=True
@@ -98,10 +90,10 @@ class DeviceDrafter:
         Returns:
             Tokens int64 `[n, B]`, and confidences fp32 `[n, B]`: how likely each is right if those before it are.
         """
-        c, size, count = self._c, self._c.dspark_block_size, len(token)
+        size, count = self._c.dspark_block_size, len(token)
         state, hidden = self._run_blocks(token, pos, slot, low)
-        base = self._model.ops.plain_linear(hidden, self._head, torch.float32)
-        base, state = base.view(count, size, -1), state.view(count, size, c.hidden_size)
+        base = self._model.logits(hidden).view(count, size, -1)
+        state = state.view(count, size, -1)
         tokens, confidences = [], []
         for place in range(size):
             embedded = self._markov_embed[token]
@@ -127,9 +119,6 @@ class DeviceDrafter:
         store = self._own + row
         index = self._index(pos, slot, low)[owner].contiguous()
         text = torch.ones(len(row), dtype=torch.bool, device=device)
-        streams = self._embed[ids].unsqueeze(1).repeat(1, c.hc_mult, 1)
-        carried = torch.zeros(len(row), c.hc_mult, device=device)
-        carried[:, 0] = 1
         experts = c.dspark_num_experts_per_tok
         steps = [
             Step(
@@ -139,7 +128,7 @@ class DeviceDrafter:
             )
             for block, ring in zip(self._blocks, self._rings, strict=True)
         ]
-        streams, carried = model.run_blocks(steps, streams, carried)
+        streams, carried = model.run_blocks(steps, *model.enter(ids))
         hidden = model.ops.collapse_norm(streams, carried, self._norm, c.rms_norm_eps)
         state = (carried.unsqueeze(2) * streams.float()).sum(1).bfloat16()
         return state, hidden
@@ -171,6 +160,3 @@ class DeviceDrafter:
         model = self._model
         _, q = model.queries(block, x, rounded, angles, ring, store)
         return model.attend(block, q, angles, ring, index, model.no_rows, index[:, :0])
-
-    def _rounded(self, x: Tensor) -> Any:
-        return self._model.ops.round_rows(x) if self._model.rounds else x

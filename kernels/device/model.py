@@ -152,9 +152,7 @@ class DeviceModel:
             Logits fp32 `[n, V]`; None without a decoder half.
         """
         c, first = self.config, self.config.num_encoder_layers
-        streams = self._w.embed[encoder.rows.ids].unsqueeze(1).repeat(1, c.hc_mult, 1)
-        carried = torch.zeros(len(streams), c.hc_mult, device=streams.device)
-        carried[:, 0] = 1
+        streams, carried = self.enter(encoder.rows.ids)
         streams, carried = self.run_layers(range(first), encoder, streams, carried)
         block = self._w.blocks[first]
         x = self.ops.collapse_norm(streams, carried, block.attn_norm, c.rms_norm_eps)
@@ -167,8 +165,23 @@ class DeviceModel:
         streams, carried = self.run_layers(layers, decoder, streams, carried)
         if wanted is not None:
             streams, carried = streams[wanted], carried[wanted]
-        hidden = self.ops.collapse_norm(streams, carried, self._w.norm, c.rms_norm_eps)
+        return self.logits(self.ops.collapse_norm(streams, carried, self._w.norm, c.rms_norm_eps))
+
+    def enter(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Embeds tokens int64 `[R]`: returns the streams and the pre-mix that enter the first block."""
+        num_streams = self.config.hc_mult
+        streams = self._w.embed[ids].unsqueeze(1).repeat(1, num_streams, 1)
+        carried = torch.zeros(len(ids), num_streams, device=ids.device)
+        carried[:, 0] = 1
+        return streams, carried
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Returns fp32 `[R, V]` of rows `[R, D]` after the last norm."""
         return self.ops.plain_linear(hidden, self._w.head, torch.float32)
+
+    def rounded(self, x: Tensor) -> Any:
+        """Returns what a product with F8 or F4 weights takes of bf16 `[R, n]`."""
+        return self.ops.round_rows(x) if self.rounds else x
 
     def run_layers(
         self, layers: range, state: HalfPass, streams: Tensor, carried: Tensor
@@ -304,7 +317,7 @@ class DeviceModel:
         ops, scale = self.ops, self.config.head_dim**-0.5
         out = ops.sparse_attention(q, *angles, window, index, kv, selected, block.sink, scale)
         grouped = ops.dense(out.flatten(1), block.output_a)
-        return ops.dense(ops.round_rows(grouped) if self.rounds else grouped, block.output_b)
+        return ops.dense(self.rounded(grouped), block.output_b)
 
     def _write_global_rows(self, layer: int, state: HalfPass, x: Tensor) -> None:
         """Compresses the rows of a KV source and stores those that may be written."""

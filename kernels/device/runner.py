@@ -74,19 +74,26 @@ class DeviceRunner:
     Args:
         model: with its caches.
         max_tokens: of a sequence.
+        drafter: gets the context rows of every token that runs the decoder half.
         use_graphs: record decode steps; needs a CUDA device.
     """
 
-    def __init__(self, model: DeviceModel, max_tokens: int, *, use_graphs: bool) -> None:
+    def __init__(
+        self,
+        model: DeviceModel,
+        max_tokens: int,
+        drafter: DeviceDrafter | None = None,
+        *,
+        use_graphs: bool,
+    ) -> None:
         self.model = model
-        self.drafter: DeviceDrafter | None = None
-        """Gets the context rows of every token that runs the decoder half."""
+        self.drafter = drafter
         self._max_tokens = max_tokens
         self._use_graphs = use_graphs
         caches = model.caches
         self._slots = FreeList(caches.num_slots, "slots")
         self._pages = FreeList(caches.num_pages, "pages")
-        self._device = caches.window[0].device
+        self._device = caches.device
         self._recorded: dict[tuple[int, int, int], _Recorded] = {}
 
     def open(self, num_tokens: int) -> DeviceSequence:

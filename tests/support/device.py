@@ -6,44 +6,47 @@ import torch
 
 from flashmesh.bench.gpu.slice_model import RandomSource
 from flashmesh.kernels.config import ModelConfig
-from flashmesh.kernels.device.caches import DeviceCaches
-from flashmesh.kernels.device.draft import DeviceDrafter
-from flashmesh.kernels.device.model import DeviceModel
-from flashmesh.kernels.device.runner import DeviceRunner
-from flashmesh.kernels.device.weights import WeightMaker
-from flashmesh.kernels.engram import EngramHash, bucket_primes, load_token_map
+from flashmesh.kernels.device.build import build_runner
+from flashmesh.kernels.engram import bucket_primes, load_token_map
 from flashmesh.kernels.ops.table import load_ops
 from flashmesh.kernels.weights import load_weights
 from support import golden
 
-
-def random_runner(raw, *, backend, device="cuda", seed=1, max_tokens=4096, graphs=False):
-    """A model of random weights, drawn on the device: the same ones for every backend."""
-    device, config, ops = torch.device(device), ModelConfig.from_dict(raw), load_ops(backend)
-    maker = WeightMaker(config, RandomSource(config, device, seed), ops, device)
-    weights = maker.make()
-    table = torch.arange(config.vocab_size) % config.engram_compressed_vocab_size
-    hashes = EngramHash(config, table).to(device)
-    caches = DeviceCaches(config, 4, 4 * max_tokens // 128, device)
-    model = DeviceModel(config, weights, hashes, caches, ops, round_activations=True)
-    runner = DeviceRunner(model, max_tokens, use_graphs=graphs)
-    runner.drafter = DeviceDrafter(config, maker, model, weights.embed, weights.head, 4)
-    return runner
+MAX_TOKENS = 4096
+ROOM = {"num_slots": 4, "num_pages": 4 * MAX_TOKENS // 128, "max_tokens": MAX_TOKENS}
+"""Four sequences."""
 
 
-def device_runner(
-    folder, *, backend="reference", device="cpu", max_tokens=4096, rounded=False, graphs=False
-):
-    """Loads a checkpoint into a device model with room for four sequences."""
-    device = torch.device(device)
+def random_runner(raw, *, backend, device="cuda", seed=1, graphs=False):
+    """A model of random weights with its draft module, drawn on the device: the same ones for every backend."""
+    device, config = torch.device(device), ModelConfig.from_dict(raw)
+    return build_runner(
+        config,
+        RandomSource(config, device, seed),
+        torch.arange(config.vocab_size) % config.engram_compressed_vocab_size,
+        load_ops(backend),
+        device,
+        **ROOM,
+        max_anchors=4,
+        round_activations=True,
+        use_graphs=graphs,
+    )
+
+
+def device_runner(folder, *, backend="reference", device="cpu", rounded=False, drafts=False):
+    """Loads a checkpoint into a device model."""
     config = ModelConfig.load(folder)
-    weights = load_weights(folder, config, "all", expand_below_bytes=0)
-    ops = load_ops(backend)
-    prepared = WeightMaker(config, weights.stored, ops, device).make()
-    caches = DeviceCaches(config, 4, 4 * max_tokens // 128, device)
-    hashes = EngramHash(config, load_token_map(folder, config)).to(device)
-    model = DeviceModel(config, prepared, hashes, caches, ops, round_activations=rounded)
-    return DeviceRunner(model, max_tokens, use_graphs=graphs)
+    return build_runner(
+        config,
+        load_weights(folder, config, "all", expand_below_bytes=0).stored,
+        load_token_map(folder, config),
+        load_ops(backend),
+        torch.device(device),
+        **ROOM,
+        max_anchors=4 if drafts else 0,
+        round_activations=rounded,
+        use_graphs=False,
+    )
 
 
 def small_raw():
@@ -83,14 +86,3 @@ def small_raw():
         dspark_num_experts_per_tok=3,
     )
     return raw
-
-
-def with_drafter(runner, folder, max_anchors=4):
-    """Adds the draft module to a runner."""
-    config, model = runner.model.config, runner.model
-    weights = load_weights(folder, config, "all", expand_below_bytes=0)
-    device = model.caches.window[0].device
-    maker = WeightMaker(config, weights.stored, model.ops, device)
-    embed, head = maker.bf16("embed.weight"), maker.bf16("head.weight")
-    runner.drafter = DeviceDrafter(config, maker, model, embed, head, max_anchors)
-    return runner

@@ -88,7 +88,7 @@ def fill(runner: DeviceRunner, state: DeviceSequence) -> None:
     """Writes random rows of a whole context into a sequence's caches."""
     caches = runner.model.caches
     state.tokens = torch.randint(3, 129000, (CONTEXT,)).tolist()
-    pages = state.page_table.to(caches.window[0].device, torch.int64)
+    pages = state.page_table.to(caches.device, torch.int64)
     ring = torch.arange(caches.ring, device=pages.device) + state.slot * caches.ring
     for window in caches.window:
         window[ring] = _random_rows(window[ring], 1 / 33)

@@ -112,17 +112,19 @@ def slice_runner(
         num_tokens: pages for so many tokens of each.
         seed: of the weights.
     """
-    from flashmesh.kernels.device.caches import DeviceCaches
-    from flashmesh.kernels.device.model import DeviceModel
-    from flashmesh.kernels.device.runner import DeviceRunner
-    from flashmesh.kernels.device.weights import WeightMaker
-    from flashmesh.kernels.engram import EngramHash
+    from flashmesh.kernels.device.build import build_runner
     from flashmesh.kernels.ops.table import load_ops
 
-    device = torch.device("cuda")
-    config, ops = slice_config(), load_ops("tilelang")
-    weights = WeightMaker(config, RandomSource(config, device, seed), ops, device).make()
-    hashes = EngramHash(config, torch.arange(config.vocab_size)).to(device)
-    caches = DeviceCaches(config, num_slots, num_slots * num_tokens // 128, device)
-    model = DeviceModel(config, weights, hashes, caches, ops, round_activations=True)
-    return DeviceRunner(model, max_tokens, use_graphs=True)
+    device, config = torch.device("cuda"), slice_config()
+    return build_runner(
+        config,
+        RandomSource(config, device, seed),
+        torch.arange(config.vocab_size),
+        load_ops("tilelang"),
+        device,
+        num_slots=num_slots,
+        num_pages=num_slots * num_tokens // 128,
+        max_tokens=max_tokens,
+        round_activations=True,
+        use_graphs=True,
+    )

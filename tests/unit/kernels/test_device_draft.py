@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 from support import golden
-from support.device import device_runner, with_drafter
+from support.device import device_runner
 
 ANCHORS = [("s7", 7), ("s40", 20), ("s40", 40), ("s150", 20), ("s150", 150)]
 
@@ -13,7 +13,7 @@ ANCHORS = [("s7", 7), ("s40", 20), ("s40", 40), ("s150", 20), ("s150", 150)]
 @pytest.fixture(scope="module")
 def runner():
     folder = golden.checkpoint(quantized=True)
-    yield with_drafter(device_runner(folder), folder)
+    yield device_runner(folder, drafts=True)
     shutil.rmtree(folder)
 
 
