@@ -2,22 +2,21 @@
 
 A pass lists rows of any sequences, those of one sequence next to each other with rising positions. Its windows are
 planned in one of two ways. A decode step stores its few rows into the rings and attends there. A prefill brings more
-rows than a ring holds, so it lays the rows before it and its own into a buffer and copies the last ones back.
+rows of one sequence than a ring holds, so it lays the rows before it and its own into a buffer and copies the last ones
+back.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from flashmesh.types import BLOCK_TOKENS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
 
     from flashmesh.kernels.device.caches import DeviceCaches
@@ -133,69 +132,39 @@ class RingWindow:
         pass
 
 
-class RowSpan(NamedTuple):
-    """Rows [begin, end) of a pass: one sequence's, from position `pos` on, in window slot `slot`."""
-
-    begin: int
-    end: int
-    pos: int
-    slot: int
-
-
 class SpanWindow:
-    """Attends in a buffer of the W rows before every span and the pass's own rows; any number of rows.
+    """Attends in a buffer of the W rows before the pass and its own rows: any number of them, of one sequence.
 
     Args:
         rows: of the pass.
-        spans: of the pass, in the order of `rows.sequence`.
         caches: with the rings.
         window: W.
+        pos: of the first row.
+        slot: of the sequence.
     """
 
     def __init__(
-        self, rows: DeviceRows, spans: Sequence[RowSpan], caches: DeviceCaches, window: int
+        self, rows: DeviceRows, caches: DeviceCaches, window: int, *, pos: int, slot: int
     ) -> None:
-        device, ring = rows.pos.device, caches.ring
-        history = len(spans) * window
-        row = torch.arange(len(rows.pos), device=device)
-        owner = rows.sequence.long()
-        begins = torch.tensor([s.begin for s in spans], device=device)
-        own = (row - begins[owner]).unsqueeze(1) - _offsets(window, device)
-        at = torch.where(
-            own >= 0,
-            history + begins[owner].unsqueeze(1) + own,
-            owner.unsqueeze(1) * window + window + own,
-        )
-        seen = rows.pos.unsqueeze(1) - _offsets(window, device)
+        device, count, first = rows.pos.device, len(rows.pos), slot * caches.ring
+        offsets = _offsets(window, device)
+        seen = rows.pos.unsqueeze(1) - offsets
+        self.store = window + torch.arange(count, dtype=torch.int32, device=device)
+        at = self.store.unsqueeze(1) - offsets
+        self.index = torch.where(seen >= rows.low.unsqueeze(1), at, -1)
         self._caches = caches
-        self._buffer = torch.empty(
-            history + len(rows.pos),
-            caches.window[0].shape[1],
-            dtype=torch.uint8,
-            device=device,
-        )
-        self.store = (history + row).int()
-        self.index = torch.where(seen >= rows.low.unsqueeze(1), at, -1).int()
-        self._old = torch.cat(
-            [s.slot * ring + torch.arange(s.pos - window, s.pos) % ring for s in spans]
-        ).to(device)
-        kept = [range(max(s.begin, s.end - ring), s.end) for s in spans]
-        self._new = torch.tensor([history + r for part in kept for r in part], device=device)
-        self._ring_rows = torch.tensor(
-            [
-                s.slot * ring + (s.pos + r - s.begin) % ring
-                for s, part in zip(spans, kept, strict=True)
-                for r in part
-            ],
-            device=device,
-        )
+        width = caches.window[0].shape[1]
+        self._buffer = torch.empty(window + count, width, dtype=torch.uint8, device=device)
+        self._old = first + torch.arange(pos - window, pos, device=device) % caches.ring
+        end, kept = pos + count, min(count, caches.ring)
+        self._new = first + torch.arange(end - kept, end, device=device) % caches.ring
 
     def buffer(self, layer: int) -> Tensor:
         self._buffer[: len(self._old)] = self._caches.window[layer][self._old]
         return self._buffer
 
     def finish(self, layer: int) -> None:
-        self._caches.window[layer][self._ring_rows] = self._buffer[self._new]
+        self._caches.window[layer][self._new] = self._buffer[-len(self._new) :]
 
 
 def _offsets(window: int, device: torch.device) -> Tensor:

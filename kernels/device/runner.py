@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from flashmesh.errors import InvalidRequest
-from flashmesh.kernels.device.inputs import DeviceRows, RingWindow, RowSpan, SpanWindow
+from flashmesh.kernels.device.inputs import DeviceRows, RingWindow, SpanWindow
 from flashmesh.kernels.engram import BLOCKED, LOOK_BACK
 from flashmesh.kernels.pages import MAX_ROLLBACK, FreeList
 from flashmesh.types import BLOCK_TOKENS, pages_for
@@ -156,11 +156,11 @@ class DeviceRunner:
 
     def _prefill_pass(self, sequence: DeviceSequence, tokens: list[int]) -> Tensor | None:
         first, count = len(sequence.tokens), len(tokens)
-        model, window = self.model, self.model.config.sliding_window
+        model, slot, window = self.model, sequence.slot, self.model.config.sliding_window
         rows = self._rows([(sequence, tokens)], count, self._num_tokens(first + count), 1)
         rows = rows.to(self._device)
-        span = RowSpan(0, count, first, sequence.slot)
-        encoder = model.begin(rows, SpanWindow(rows, [span], model.caches, window))
+        plan = SpanWindow(rows, model.caches, window, pos=first, slot=slot)
+        encoder = model.begin(rows, plan)
         kept = max(0, sequence.low - first)
         if kept >= count:
             model.forward(encoder, None, None)
@@ -168,8 +168,8 @@ class DeviceRunner:
         keep = torch.arange(kept, count, device=self._device)
         low = torch.full_like(rows.low[kept:], sequence.low)
         half = rows.select(keep, keep == kept, low)
-        span = RowSpan(0, count - kept, first + kept, sequence.slot)
-        decoder = model.begin(half, SpanWindow(half, [span], model.caches, window))
+        plan = SpanWindow(half, model.caches, window, pos=first + kept, slot=slot)
+        decoder = model.begin(half, plan)
         logits = model.forward(encoder, decoder, keep, keep[-1:] - kept)
         self._remember(decoder)
         return logits

@@ -8,7 +8,7 @@ from support import golden
 from support.device import device_runner
 
 from flashmesh.errors import InvalidRequest, NoFreeBlocks
-from flashmesh.kernels.device.inputs import RowSpan, SpanWindow
+from flashmesh.kernels.device.inputs import SpanWindow
 
 COSINE = 0.99
 """What golden vectors of two bf16 implementations agree to (tests/golden/data/README.md)."""
@@ -107,8 +107,7 @@ def test_every_layer_follows_the_golden_streams(runner):
     carried = golden.vectors("outputs_fp32")[f"{sequence}.carried_pre"]
     model, state = runner.model, runner.open(len(tokens))
     rows = runner._rows([(state, tokens)], len(tokens), 4096, 1)
-    span = RowSpan(0, len(tokens), 0, state.slot)
-    passed = model.begin(rows, SpanWindow(rows, [span], model.caches, 16))
+    passed = model.begin(rows, SpanWindow(rows, model.caches, 16, pos=0, slot=state.slot))
     first = model.config.num_encoder_layers
     for layer in range(model.config.num_hidden_layers - 1):
         entering = streams[layer].bfloat16()
