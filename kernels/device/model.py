@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -52,6 +52,18 @@ class Step:
     read: Callable[[Tensor], None] | None = None
 
 
+class Candidates(NamedTuple):
+    """Blocks of keys, and how many of their keys may be taken: the first ones, since blocks rise.
+
+    Attributes:
+        blocks: int32 `[R, n]`, ids; -1 where there is none.
+        num_keys: int32 `[R]`.
+    """
+
+    blocks: Tensor
+    num_keys: Tensor
+
+
 @dataclass(slots=True)
 class HalfPass:
     """A pass over one half: its rows, their windows and angles, and what index sources have found so far.
@@ -59,7 +71,7 @@ class HalfPass:
     Attributes:
         angles: cosines and sines fp32 `[R, P/2]`, of window-only layers (False) and compressed ones (True).
         pair_angles: of compressed layers where two tokens share a row, which stands at the first one's position.
-        candidates: block ids int32 `[R, n]` that reindexing layers select from; None while all blocks stand.
+        candidates: what reindexing layers select from; None while all keys stand.
         selected: by index source, physical rows int32 `[R, K]`.
         features: bf16 `[R, D]` of each target layer, which drafts are made from.
     """
@@ -68,7 +80,7 @@ class HalfPass:
     windows: WindowPlan
     angles: dict[bool, Angles]
     pair_angles: Angles
-    candidates: Tensor | None = None
+    candidates: Candidates | None = None
     selected: dict[int, Tensor] = field(default_factory=dict)
     features: list[Tensor] = field(default_factory=list)
     _visible: dict[int, Tensor] = field(default_factory=dict)
@@ -352,27 +364,21 @@ class DeviceModel:
         heads = ops.plain_linear(x, block.heads, torch.float32)
         visible = state.visible(ratio)
         keys = (self.caches.ik[_known(source)], rows.page_table, rows.sequence)
+        size, num_blocks = c.candidate_block_size, c.candidate_topk_blocks
         if state.candidates is not None and layer != c.candidate_source_layer_id:
-            blocks, size = state.candidates, c.candidate_block_size
+            blocks, num_keys = state.candidates
             scores = ops.candidate_scores(queries, heads, *keys, visible, blocks, block=size)
-            # Blocks rise and the last one holds the last key: candidates that may be taken come first.
-            taken = (-(-visible // size)).clamp(max=c.candidate_topk_blocks) * size
-            chosen = ops.top_rows(scores, taken - (-visible % size), c.index_topk)
+            chosen = ops.top_rows(scores, num_keys, c.index_topk)
             chosen = ops.gather_columns(chosen, blocks, block=size)
         else:
             num_columns = rows.num_tokens // ratio
             scores = ops.index_scores(queries, heads, *keys, visible, num_columns)
             chosen = ops.top_rows(scores, visible, c.index_topk)
-            if (
-                layer == c.candidate_source_layer_id
-                and num_columns > c.candidate_topk_blocks * c.candidate_block_size
-            ):
-                state.candidates = ops.top_blocks(
-                    scores,
-                    visible,
-                    block=c.candidate_block_size,
-                    count=c.candidate_topk_blocks,
-                )
+            if layer == c.candidate_source_layer_id and num_columns > num_blocks * size:
+                blocks = ops.top_blocks(scores, visible, block=size, count=num_blocks)
+                # The last block holds the last key.
+                full = (-(-visible // size)).clamp(max=num_blocks) * size
+                state.candidates = Candidates(blocks, full - (-visible % size))
         self.observe("topk", layer, chosen)
         per_page = self.caches.rows[_known(source)]
         return ops.physical_rows(chosen, rows.page_table, rows.sequence, per_page)
