@@ -65,7 +65,7 @@ class _Recorded:
 
     rows: DeviceRows
     logits: Tensor
-    graph: torch.cuda.CUDAGraph | None
+    graph: torch.cuda.CUDAGraph
 
 
 class DeviceRunner:
@@ -157,7 +157,7 @@ class DeviceRunner:
     def _prefill_pass(self, sequence: DeviceSequence, tokens: list[int]) -> Tensor | None:
         first, count = len(sequence.tokens), len(tokens)
         model, slot, window = self.model, sequence.slot, self.model.config.sliding_window
-        rows = self._rows([(sequence, tokens)], count, self._num_tokens(first + count), 1)
+        rows = self._rows([(sequence, tokens)], count, _num_tokens(first + count), 1)
         rows = rows.to(self._device)
         plan = SpanWindow(rows, model.caches, window, pos=first, slot=slot)
         encoder = model.begin(rows, plan)
@@ -193,31 +193,25 @@ class DeviceRunner:
                 raise InvalidRequest(f"{len(tokens)} tokens up to {end} in a decode step")
         total = sum(len(tokens) for _, tokens in batch)
         longest = max(len(sequence.tokens) + len(tokens) for sequence, tokens in batch)
-        num_rows = _bucket(total)
-        key = (num_rows, _bucket(len(batch)), self._num_tokens(longest))
-        rows = self._rows(batch, *self._sizes(key))
-        step = self._recorded.get(key)
-        if step is None:
-            step = self._record(rows.to(self._device))
-            self._recorded[key] = step
-        else:
-            step.rows.copy_(rows)
-        if step.graph is not None:
-            step.graph.replay()
-        else:
-            step.logits = self._step(step.rows)
+        sizes = _bucket(total), _num_tokens(longest), _bucket(len(batch))
+        logits = self._run(sizes, self._rows(batch, *sizes))
         for sequence, tokens in batch:
             sequence.tokens += tokens
-        return list(step.logits[:total].split([len(tokens) for _, tokens in batch]))
+        return list(logits[:total].split([len(tokens) for _, tokens in batch]))
 
-    @staticmethod
-    def _sizes(key: tuple[int, int, int]) -> tuple[int, int, int]:
-        num_rows, num_sequences, num_tokens = key
-        return num_rows, num_tokens, num_sequences
+    def _run(self, sizes: tuple[int, int, int], rows: DeviceRows) -> Tensor:
+        """Runs a step: the recorded one of its sizes, where the device has graphs."""
+        if not self._use_graphs:
+            return self._step(rows.to(self._device))
+        step = self._recorded.get(sizes)
+        if step is None:
+            step = self._recorded[sizes] = self._record(rows.to(self._device))
+        else:
+            step.rows.copy_(rows)
+        step.graph.replay()
+        return step.logits
 
     def _record(self, rows: DeviceRows) -> _Recorded:
-        if not self._use_graphs:
-            return _Recorded(rows, torch.empty(0), None)
         # Kernels are built and libraries set up outside the recording.
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -289,12 +283,10 @@ class DeviceRunner:
             num_tokens=num_tokens,
         )
 
-    def _num_tokens(self, count: int) -> int:
-        """The recorded context length that holds `count` tokens."""
-        length = MIN_TOKENS
-        while length < count:
-            length *= 2
-        return length
+
+def _num_tokens(count: int) -> int:
+    """The recorded context length that holds `count` tokens."""
+    return max(MIN_TOKENS, 1 << (count - 1).bit_length())
 
 
 def _bucket(count: int) -> int:

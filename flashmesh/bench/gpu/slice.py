@@ -63,7 +63,6 @@ def _decode(runner: DeviceRunner, ceilings: Ceilings, batch: int) -> Figure:
     step = [(state, [7 + place]) for place, state in enumerate(states)]
     runner.decode(step)
     recorded = next(reversed(runner._recorded.values()))
-    assert recorded.graph is not None
     times = [timed(recorded.graph.replay) for _ in range(STEPS)]
     with counted(runner) as log, torch.inference_mode():
         runner._step(recorded.rows)
