@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from flashmesh.kernels.layout import BlockLayout, WindowLayout
 from flashmesh.kernels.pages import MAX_ROLLBACK
-from flashmesh.types import BLOCK_TOKENS
 
 if TYPE_CHECKING:
     from flashmesh.kernels.config import ModelConfig
@@ -30,33 +30,36 @@ class DeviceCaches:
 
     Attributes:
         ring: positions of a window ring: a pass stores up to `MAX_ROLLBACK` rows before it attends.
+        rows: by KV source, compressed rows of a page.
         window: by layer, uint8 `[(slots + 1) * ring, E + E/32]`.
         kv: by KV source, uint8 `[(pages + 1) * rows, E/2 + E/16]`.
         ik: by KV source, uint8 `[pages + 1, rows * (F/2 + F/32)]`, codes before scales.
         open_pair: by source of ratio 2, fp32 `[slots + 1, 1 + MAX_ROLLBACK, 2, E]`.
+        no_kv: uint8 `[1, E/2 + E/16]`, for layers that have their window only; it is never read.
     """
 
     def __init__(
         self, config: ModelConfig, num_slots: int, num_pages: int, device: torch.device
     ) -> None:
-        c = config
         self.num_slots, self.num_pages, self.device = num_slots, num_pages, device
-        self.ring = c.sliding_window + MAX_ROLLBACK
-        window_bytes = c.head_dim + c.head_dim // 32
-        kv_bytes = c.head_dim // 2 + c.head_dim // 16
-        ik_bytes = c.index_head_dim // 2 + c.index_head_dim // 32
+        self.ring = config.sliding_window + MAX_ROLLBACK
+        row_bytes, sources = WindowLayout.of(config).row_bytes, BlockLayout.of(config).sources
 
         def zeros(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         self.window = [
-            zeros((num_slots + 1) * self.ring, window_bytes) for _ in range(c.num_hidden_layers)
+            zeros((num_slots + 1) * self.ring, row_bytes) for _ in range(config.num_hidden_layers)
         ]
-        self.rows = {s: BLOCK_TOKENS // c.ratio(s) for s in c.kv_source_layer_ids}
-        self.kv = {s: zeros((num_pages + 1) * n, kv_bytes) for s, n in self.rows.items()}
-        self.ik = {s: zeros(num_pages + 1, n * ik_bytes) for s, n in self.rows.items()}
-        self.open_pair = {
-            s: zeros(num_slots + 1, 1 + MAX_ROLLBACK, 2, c.head_dim, dtype=torch.float32)
-            for s in self.rows
-            if c.ratio(s) == 2
+        self.rows = {s.layer: s.num_rows for s in sources}
+        self.kv = {s.layer: zeros((num_pages + 1) * s.num_rows, s.kv_row_bytes) for s in sources}
+        self.ik = {
+            s.layer: zeros(num_pages + 1, s.num_rows * (s.index_code_bytes + s.index_scale_bytes))
+            for s in sources
         }
+        self.open_pair = {
+            s.layer: zeros(num_slots + 1, 1 + MAX_ROLLBACK, 2, config.head_dim, dtype=torch.float32)
+            for s in sources
+            if s.ratio == 2
+        }
+        self.no_kv = zeros(1, sources[0].kv_row_bytes)

@@ -159,4 +159,4 @@ class DeviceDrafter:
     ) -> Tensor:
         model = self._model
         _, q = model.queries(block, x, rounded, angles, ring, store)
-        return model.attend(block, q, angles, ring, index, model.no_rows, index[:, :0])
+        return model.attend(block, q, angles, ring, index, model.caches.no_kv, index[:, :0])

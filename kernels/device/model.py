@@ -132,11 +132,8 @@ class DeviceModel:
         self._w = weights
         self._hashes = hashes
         self.rounds = round_activations
-        device = weights.embed.device
-        row_bytes = config.head_dim // 2 + config.head_dim // 16
-        self.no_rows = torch.empty(0, row_bytes, dtype=torch.uint8, device=device)
         self._frequencies = {
-            kind: frequencies(config, compressed=kind).to(device) for kind in (False, True)
+            kind: frequencies(config, compressed=kind).to(caches.device) for kind in (False, True)
         }
 
     def begin(self, rows: DeviceRows, windows: WindowPlan) -> HalfPass:
@@ -287,7 +284,7 @@ class DeviceModel:
             kv = self.caches.kv[_known(c.kv_source(layer))]
             selected = state.selected[_known(c.index_source(layer))]
         else:
-            kv, selected = self.no_rows, windows.index[:, :0]
+            kv, selected = self.caches.no_kv, windows.index[:, :0]
         y = self.attend(block, q, angles, window, windows.index, kv, selected)
         windows.finish(layer)
         return y
