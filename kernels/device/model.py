@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from flashmesh.kernels.reference.basics import frequencies, turns
+from flashmesh.kernels.reference.basics import angles, frequencies
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -406,8 +406,7 @@ class DeviceModel:
 
     def angles(self, pos: Tensor, *, compressed: bool) -> Angles:
         """Returns cosines and sines fp32 `[R, P/2]` of rows at positions `[R]`."""
-        turn = turns(pos, self._frequencies[compressed])
-        return turn.real.contiguous(), turn.imag.contiguous()
+        return angles(pos, self._frequencies[compressed])
 
 
 def _known(layer: int | None) -> int:

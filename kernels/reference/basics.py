@@ -65,10 +65,15 @@ def _corner(turns: float, dims: int, theta: float, length: int) -> float:
     return dims * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
 
+def angles(positions: Tensor, frequency: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns cosines and sines `[R, P/2]` of what rotates rows at integer positions `[R]`."""
+    theta = positions.float().unsqueeze(1) * frequency
+    return theta.cos(), theta.sin()
+
+
 def turns(positions: Tensor, frequency: Tensor) -> Tensor:
     """Returns the unit complex numbers `[R, P/2]` that rotate rows at positions int64 `[R]`."""
-    theta = positions.float().unsqueeze(1) * frequency
-    return torch.complex(theta.cos(), theta.sin())
+    return torch.complex(*angles(positions, frequency))
 
 
 def rotate_(x: Tensor, turn: Tensor) -> Tensor:
