@@ -17,7 +17,7 @@ from flashmesh.errors import Incompatible, InvalidRequest
 from flashmesh.kernels.config import ModelConfig
 from flashmesh.kernels.door import EngineStats, RowRun, RunResult, SessionPlan
 from flashmesh.kernels.draft import Anchor, Drafter
-from flashmesh.kernels.engram import BLOCKED, LOOK_BACK, EngramHash, load_token_map
+from flashmesh.kernels.engram import BLOCKED, LOOK_BACK, EngramHash, grams_of, load_token_map
 from flashmesh.kernels.layout import BlockLayout
 from flashmesh.kernels.model import Model, Rows, Span
 from flashmesh.kernels.pages import RUN_ROWS, Pages, Slots
@@ -225,9 +225,8 @@ class ReferenceEngine:
             end = begin + len(tokens)
             part = slice(begin, end)
             pos = torch.arange(first, first + len(tokens))
-            known = torch.tensor([*session.tail[-LOOK_BACK:], *session.seen(tokens)])
             rows.ids[part] = torch.tensor(tokens, dtype=torch.int64)
-            rows.grams[part] = known.unfold(0, LOOK_BACK + 1, 1).flip(1)
+            rows.grams[part] = grams_of(session.tail, session.seen(tokens))
             rows.pos[part] = pos
             rows.slot[part] = session.slot
             rows.encoder_low[part] = plan.first_pos

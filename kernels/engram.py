@@ -18,6 +18,7 @@ from flashmesh.errors import CheckpointError
 from flashmesh.kernels.reference.basics import linear
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from flashmesh.kernels.config import ModelConfig
@@ -30,6 +31,12 @@ BLOCKED = -1
 """Marks a look-back token that is not there: before the start, or in an image, and all further back."""
 
 _LONE_SPACE = "\ue000"
+
+
+def grams_of(before: Sequence[int], tokens: Sequence[int]) -> Tensor:
+    """Returns int64 `[len(tokens), 4]`, see `EngramHash.rows`, of tokens that follow others; at least one."""
+    known = torch.tensor([*[BLOCKED] * LOOK_BACK, *before[-LOOK_BACK:], *tokens])
+    return known.unfold(0, LOOK_BACK + 1, 1).flip(1)[-len(tokens) :]
 
 
 def token_map(tokenizer: Tokenizer, vocab_size: int) -> Tensor:

@@ -282,7 +282,7 @@ class Model:
                 self._write_global_rows(layer, state, x)
             if layer in c.index_source_layer_ids:
                 state.selections[layer] = self._select(layer, state, x, latent)
-            selected = state.selections[_known(c.index_source(layer))]
+            selected = state.selections[known_source(c.index_source(layer))]
             keys = torch.cat((keys, selected.keys), 1)
             present = torch.cat((present, selected.present), 1)
         out = attend(q, keys, present, w[prefix + "attn_sink"], c.head_dim**-0.5)
@@ -361,7 +361,7 @@ class Model:
     def _select(self, layer: int, state: _Pass, x: Tensor, latent: Tensor) -> _Selection:
         """Scores the source's index keys, selects, and gathers the compressed rows: `[R, K, E]`."""
         c, w, prefix = self.config, self._w, f"layers.{layer}.attn.indexer."
-        source = self._pages.sources[_known(c.kv_source(layer))]
+        source = self._pages.sources[known_source(c.kv_source(layer))]
         iq = self.gemm(latent, w[prefix + "wq_b.weight"])
         iq = rotate_(iq.view(-1, c.index_n_heads, c.index_head_dim), state.turn[True])
         iq = mxfp4_32(iq)[2]
@@ -440,7 +440,7 @@ class Model:
         return linear(hidden[index], w["head.weight"])[: len(wanted)]
 
 
-def _known(layer: int | None) -> int:
-    """A compressed layer has sources: the configuration was checked for it."""
+def known_source(layer: int | None) -> int:
+    """Returns a compressed layer's source, which it has: the configuration was checked for it."""
     assert layer is not None
     return layer

@@ -14,6 +14,8 @@ from flashmesh.kernels.layout import BlockLayout, WindowLayout
 from flashmesh.kernels.pages import MAX_ROLLBACK
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from flashmesh.kernels.config import ModelConfig
 
 
@@ -45,7 +47,7 @@ class DeviceCaches:
         self.ring = config.sliding_window + MAX_ROLLBACK
         row_bytes, sources = WindowLayout.of(config).row_bytes, BlockLayout.of(config).sources
 
-        def zeros(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        def zeros(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         self.window = [
@@ -63,3 +65,7 @@ class DeviceCaches:
             if s.ratio == 2
         }
         self.no_kv = zeros(1, sources[0].kv_row_bytes)
+
+    def ring_rows(self, slot: Tensor | int, pos: Tensor) -> Tensor:
+        """Returns where positions of slots stand among the rings' rows."""
+        return slot * self.ring + pos % self.ring

@@ -62,8 +62,7 @@ class DeviceDrafter:
         model, ops, eps = self._model, self._model.ops, self._c.rms_norm_eps
         x = ops.dense(model.rounded(features), self._main_proj)
         x = model.rounded(ops.rms_norm(x, self._main_norm, eps, False))
-        ring = model.caches.ring
-        at = (rows.slot * ring + rows.pos % ring).int()
+        at = model.caches.ring_rows(rows.slot, rows.pos)
         for block, weight, rows_of_block in zip(
             self._blocks, self._context_kv, self._rings, strict=True
         ):
@@ -135,14 +134,11 @@ class DeviceDrafter:
 
     def _index(self, pos: Tensor, slot: Tensor, low: Tensor) -> Tensor:
         """Returns int32 `[n, 192]`: the context window, the draft's own rows, and nothing up to a whole tile."""
-        window, size, ring = (
-            self._c.sliding_window,
-            self._c.dspark_block_size,
-            self._model.caches.ring,
-        )
+        window, size = self._c.sliding_window, self._c.dspark_block_size
         device, count = pos.device, len(pos)
         seen = pos.unsqueeze(1) + torch.arange(-window, 0, device=device, dtype=torch.int32)
-        context = torch.where(seen >= low.unsqueeze(1), slot.unsqueeze(1) * ring + seen % ring, -1)
+        rows = self._model.caches.ring_rows(slot.unsqueeze(1), seen)
+        context = torch.where(seen >= low.unsqueeze(1), rows, -1)
         own = self._own + torch.arange(count * size, device=device, dtype=torch.int32)
         index = torch.cat((context, own.view(count, size)), 1)
         return torch.nn.functional.pad(index, (0, -index.shape[1] % 64), value=-1).int()

@@ -118,12 +118,11 @@ class RingWindow:
     """
 
     def __init__(self, rows: DeviceRows, caches: DeviceCaches, window: int) -> None:
-        first = (rows.slot * caches.ring).unsqueeze(1)
         seen = rows.pos.unsqueeze(1) - _offsets(window, rows.pos.device)
         visible = (seen >= rows.low.unsqueeze(1)) & rows.alive.unsqueeze(1)
         self._caches = caches
-        self.store = rows.slot * caches.ring + rows.pos % caches.ring
-        self.index = torch.where(visible, first + seen % caches.ring, -1)
+        self.store = caches.ring_rows(rows.slot, rows.pos)
+        self.index = torch.where(visible, caches.ring_rows(rows.slot.unsqueeze(1), seen), -1)
 
     def buffer(self, layer: int) -> Tensor:
         return self._caches.window[layer]
@@ -146,7 +145,7 @@ class SpanWindow:
     def __init__(
         self, rows: DeviceRows, caches: DeviceCaches, window: int, *, pos: int, slot: int
     ) -> None:
-        device, count, first = rows.pos.device, len(rows.pos), slot * caches.ring
+        device, count = rows.pos.device, len(rows.pos)
         offsets = _offsets(window, device)
         seen = rows.pos.unsqueeze(1) - offsets
         self.store = window + torch.arange(count, dtype=torch.int32, device=device)
@@ -155,9 +154,9 @@ class SpanWindow:
         self._caches = caches
         width = caches.window[0].shape[1]
         self._buffer = torch.empty(window + count, width, dtype=torch.uint8, device=device)
-        self._old = first + torch.arange(pos - window, pos, device=device) % caches.ring
+        self._old = caches.ring_rows(slot, torch.arange(pos - window, pos, device=device))
         end, kept = pos + count, min(count, caches.ring)
-        self._new = first + torch.arange(end - kept, end, device=device) % caches.ring
+        self._new = caches.ring_rows(slot, torch.arange(end - kept, end, device=device))
 
     def buffer(self, layer: int) -> Tensor:
         self._buffer[: len(self._old)] = self._caches.window[layer][self._old]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from flashmesh.kernels.model import known_source
 from flashmesh.kernels.reference.basics import angles, frequencies
 
 if TYPE_CHECKING:
@@ -281,8 +282,8 @@ class DeviceModel:
                 self._write_global_rows(layer, state, x)
             if block.indexer is not None:
                 state.selected[layer] = self._select(layer, state, x, latent)
-            kv = self.caches.kv[_known(c.kv_source(layer))]
-            selected = state.selected[_known(c.index_source(layer))]
+            kv = self.caches.kv[known_source(c.kv_source(layer))]
+            selected = state.selected[known_source(c.index_source(layer))]
         else:
             kv, selected = self.caches.no_kv, windows.index[:, :0]
         y = self.attend(block, q, angles, window, windows.index, kv, selected)
@@ -352,15 +353,16 @@ class DeviceModel:
     def _select(self, layer: int, state: HalfPass, x: Tensor, latent: Tensor) -> Tensor:
         """Scores the source's index keys and selects; returns physical rows int32 `[R, K]`."""
         c, ops, rows = self.config, self.ops, state.rows
-        block, source, ratio = self._w.blocks[layer].indexer, c.kv_source(layer), c.ratio(layer)
+        block, ratio = self._w.blocks[layer].indexer, c.ratio(layer)
         assert block is not None
+        source = known_source(c.kv_source(layer))
         queries = ops.index_queries(
             ops.dense(latent, block.queries), *state.angles[True], c.index_head_dim
         )
         # Left out: the constant that the model scales these by, which changes no ranking.
         heads = ops.plain_linear(x, block.heads, torch.float32)
         visible = state.visible(ratio)
-        keys = (self.caches.ik[_known(source)], rows.page_table, rows.sequence)
+        keys = (self.caches.ik[source], rows.page_table, rows.sequence)
         size, num_blocks = c.candidate_block_size, c.candidate_topk_blocks
         if state.candidates is not None and layer != c.candidate_source_layer_id:
             blocks, num_keys = state.candidates
@@ -377,7 +379,7 @@ class DeviceModel:
                 full = (-(-visible // size)).clamp(max=num_blocks) * size
                 state.candidates = Candidates(blocks, full - (-visible % size))
         self.observe("topk", layer, chosen)
-        per_page = self.caches.rows[_known(source)]
+        per_page = self.caches.rows[source]
         return ops.physical_rows(chosen, rows.page_table, rows.sequence, per_page)
 
     def _moe(self, layer: int, rows: DeviceRows, x: Tensor, rounded: Tensor | None) -> Tensor:
@@ -407,9 +409,3 @@ class DeviceModel:
     def angles(self, pos: Tensor, *, compressed: bool) -> Angles:
         """Returns cosines and sines fp32 `[R, P/2]` of rows at positions `[R]`."""
         return angles(pos, self._frequencies[compressed])
-
-
-def _known(layer: int | None) -> int:
-    """A compressed layer has sources: the configuration was checked for it."""
-    assert layer is not None
-    return layer

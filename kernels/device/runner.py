@@ -13,7 +13,7 @@ import torch
 
 from flashmesh.errors import InvalidRequest
 from flashmesh.kernels.device.inputs import DeviceRows, RingWindow, SpanWindow
-from flashmesh.kernels.engram import BLOCKED, LOOK_BACK
+from flashmesh.kernels.engram import BLOCKED, LOOK_BACK, grams_of
 from flashmesh.kernels.pages import MAX_ROLLBACK, FreeList
 from flashmesh.types import BLOCK_TOKENS, pages_for
 
@@ -257,11 +257,8 @@ class DeviceRunner:
         for place, (sequence, tokens) in enumerate(batch):
             part = slice(end, end + len(tokens))
             end += len(tokens)
-            before = sequence.tokens[-LOOK_BACK:]
-            missing = [BLOCKED] * (LOOK_BACK - len(before))
-            known = torch.tensor([*missing, *before, *tokens])
-            ids[part] = known[LOOK_BACK:]
-            grams[part] = known.unfold(0, LOOK_BACK + 1, 1).flip(1)
+            ids[part] = torch.tensor(tokens)
+            grams[part] = grams_of(sequence.tokens, tokens)
             first = len(sequence.tokens)
             pos[part] = torch.arange(first, first + len(tokens))
             owner[part] = place

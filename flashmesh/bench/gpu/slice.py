@@ -88,7 +88,7 @@ def fill(runner: DeviceRunner, state: DeviceSequence) -> None:
     caches = runner.model.caches
     state.tokens = torch.randint(3, 129000, (CONTEXT,)).tolist()
     pages = state.page_table.to(caches.device, torch.int64)
-    ring = torch.arange(caches.ring, device=pages.device) + state.slot * caches.ring
+    ring = caches.ring_rows(state.slot, torch.arange(caches.ring, device=pages.device))
     for window in caches.window:
         window[ring] = _random_rows(window[ring], 1 / 33)
     for source, num_rows in caches.rows.items():
