@@ -91,7 +91,9 @@ class DeviceDrafter:
         """
         size, count = self._c.dspark_block_size, len(token)
         state, hidden = self._run_blocks(token, pos, slot, low)
-        base = self._model.logits(hidden).view(count, size, -1)
+        base = self._model.logits(hidden)
+        self._model.observe("base_logits", 0, base)
+        base = base.view(count, size, -1)
         state = state.view(count, size, -1)
         tokens, confidences = [], []
         for place in range(size):

@@ -39,8 +39,10 @@ def figures(ceilings: Ceilings) -> Iterator[Figure]:
 
 
 def _prefill(runner: DeviceRunner, ceilings: Ceilings) -> Iterator[Figure]:
+    from flashmesh.kernels.device.runner import REPLAY_ROWS
+
     tokens = torch.randint(3, 129000, (PROMPT,)).tolist()
-    for name, rows in (("slice.prefill_16k", 140), ("slice.prefill_16k_all_rows", PROMPT)):
+    for name, rows in (("slice.prefill_16k", REPLAY_ROWS), ("slice.prefill_16k_all_rows", PROMPT)):
         times = [_prefill_seconds(runner, tokens, rows) for _ in range(4)]
         with counted(runner) as log:
             _prefill_seconds(runner, tokens, rows)
