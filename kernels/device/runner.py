@@ -46,17 +46,24 @@ class DeviceSequence:
     page_table: Tensor
     tokens: list[int] = field(default_factory=list)
     low: int = 0
+    _num_fresh: int = field(default=0, init=False)
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Counts tokens that were run."""
+        self.tokens += tokens
+        self._num_fresh = min(MAX_ROLLBACK, self._num_fresh + len(tokens))
 
     def rollback(self, count: int) -> None:
         """Takes the last tokens back, such as drafts that were wrong; rows that follow overwrite theirs.
 
         Raises:
-            InvalidRequest: more than the rings have room for, or than there are.
+            InvalidRequest: more than the rings have room for, with those taken back before, or than there are.
         """
-        if not 0 <= count <= min(MAX_ROLLBACK, len(self.tokens)):
+        if not 0 <= count <= self._num_fresh:
             raise InvalidRequest(f"{count} of {len(self.tokens)} tokens cannot be taken back")
         if count:
             del self.tokens[-count:]
+            self._num_fresh -= count
 
 
 @dataclass(slots=True)
@@ -150,7 +157,7 @@ class DeviceRunner:
         for begin in range(0, len(tokens), chunk_rows):
             part = list(tokens[begin : begin + chunk_rows])
             logits = self._prefill_pass(sequence, part)
-            sequence.tokens += part
+            sequence.advance(part)
         assert logits is not None
         return logits[0]
 
@@ -196,7 +203,7 @@ class DeviceRunner:
         sizes = _bucket(total), _num_tokens(longest), _bucket(len(batch))
         logits = self._run(sizes, self._rows(batch, *sizes))
         for sequence, tokens in batch:
-            sequence.tokens += tokens
+            sequence.advance(tokens)
         return list(logits[:total].split([len(tokens) for _, tokens in batch]))
 
     def _run(self, sizes: tuple[int, int, int], rows: DeviceRows) -> Tensor:

@@ -72,6 +72,22 @@ def test_drafts_that_are_taken_back_leave_nothing_behind(runner):
         runner.close(state)
 
 
+def test_no_more_is_taken_back_in_several_calls_than_in_one(runner):
+    state = runner.open(150)
+    runner.prefill(state, golden.ids("s150")[:100], decoder_rows=24)
+    state.rollback(5)
+    with pytest.raises(InvalidRequest, match="4 of 95"):
+        state.rollback(4)
+    state.rollback(3)
+    with pytest.raises(InvalidRequest, match="1 of 92"):
+        state.rollback(1)
+    runner.decode([(state, [5, 6])])
+    state.rollback(2)
+    with pytest.raises(InvalidRequest, match="8 of 92"):
+        state.rollback(8)
+    runner.close(state)
+
+
 def test_rows_of_other_sequences_change_nothing(runner):
     tokens = golden.ids("s150")
     alone = runner.open(150)
